@@ -1,0 +1,71 @@
+"""Every environment variable this package reads, with its type, default and meaning.
+
+All are called ``VLLM_EXL3_*``. A value that does not parse is an error naming the variable, its
+value and what it takes: a typo must not silently change how a model is served.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["LINEAR_KERNEL", "VARIABLES", "Variable"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: ``VLLM_EXL3_…``.
+        default: the text that an unset variable stands for.
+        parse: turns the text into a value; raises ValueError saying what it takes.
+        help: one sentence for ``vllm-exl3 doctor`` and ``docs/environment.md``.
+        aliases: older names for the same setting; the new name wins where both are set.
+    """
+
+    name: str
+    default: str
+    parse: Callable[[str], T]
+    help: str
+    aliases: tuple[str, ...] = ()
+
+    def get(self) -> T:
+        """The current value.
+
+        Raises:
+            ValueError: the variable is set to something it does not take.
+        """
+        for name in (self.name, *self.aliases):
+            text = os.environ.get(name)
+            if text is not None and text.strip():
+                return self._parse(name, text.strip())
+        return self._parse(self.name, self.default)
+
+    def _parse(self, name: str, text: str) -> T:
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{name}={text!r}: {error}") from None
+
+
+def _choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return text.lower()
+
+    return parse
+
+
+LINEAR_KERNEL = Variable(
+    "VLLM_EXL3_LINEAR_KERNEL",
+    "auto",
+    _choice("auto", "native", "exllamav3", "reference"),
+    "Which kernels serve the linears: auto takes the fastest that runs here; reference is plain PyTorch, for comparison.",
+)
+
+VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL,)  # type: ignore[assignment]
+"""All of them, for the doctor and the documentation."""

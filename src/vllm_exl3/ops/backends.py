@@ -1,0 +1,117 @@
+"""Which backend serves an op on which device, decided once and explained.
+
+A backend module registers a function for an op and a device type together with a check that says
+why it cannot run here (no compiler at install time, an old GPU, a missing package). `select` takes
+the first usable one in registration order and keeps what the others answered for the report.
+"""
+
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_exl3 import env
+
+__all__ = ["Backend", "Choice", "calls", "count_call", "register_backend", "reset_calls", "select"]
+
+_MODULES = {
+    "cpu": ("vllm_exl3.cpu.backend",),
+    "cuda": ("vllm_exl3.cuda.backend",),
+}
+"""Modules that register backends for a device type; imported at the first `select` for it."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of one op.
+
+    Attributes:
+        op: the op's name, such as ``linear``.
+        device: the torch device type it runs on.
+        name: what the report and ``VLLM_EXL3_LINEAR_KERNEL`` call it.
+        function: takes the op's arguments.
+        unavailable: returns why it cannot run in this process, or None when it can.
+    """
+
+    op: str
+    device: str
+    name: str
+    function: Callable[..., Any]
+    unavailable: Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves an op on a device type, and why the others do not."""
+
+    backend: Backend
+    declined: dict[str, str] = field(default_factory=dict)
+
+
+_backends: dict[tuple[str, str], list[Backend]] = {}
+_choices: dict[tuple[str, str], Choice] = {}
+_calls: Counter[tuple[str, str, str]] = Counter()
+_lock = threading.Lock()
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a backend after those already registered for its op and device."""
+    with _lock:
+        known = _backends.setdefault((backend.op, backend.device), [])
+        known[:] = [other for other in known if other.name != backend.name] + [backend]
+        _choices.pop((backend.op, backend.device), None)
+
+
+def select(op: str, device: str, reference: Callable[..., Any]) -> Choice:
+    """The backend for ``op`` on ``device``: the wanted one, else the first that can run.
+
+    Args:
+        op: the op's name.
+        device: a torch device type.
+        reference: the op's plain PyTorch implementation, which runs anywhere.
+
+    Raises:
+        RuntimeError: ``VLLM_EXL3_LINEAR_KERNEL`` names a backend that cannot run here.
+    """
+    choice = _choices.get((op, device))
+    if choice is None:
+        for module in _MODULES.get(device, ()):
+            importlib.import_module(module)
+        with _lock:
+            choice = _choices[op, device] = _choose(op, device, reference)
+    return choice
+
+
+def _choose(op: str, device: str, reference: Callable[..., Any]) -> Choice:
+    wanted = env.LINEAR_KERNEL.get()
+    plain = Backend(op, device, "reference", reference, lambda: None)
+    declined: dict[str, str] = {}
+    for backend in [*_backends.get((op, device), []), plain]:
+        if wanted not in ("auto", backend.name):
+            declined[backend.name] = f"VLLM_EXL3_LINEAR_KERNEL={wanted}"
+        elif (reason := backend.unavailable()) is not None:
+            declined[backend.name] = reason
+        else:
+            return Choice(backend, declined)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in declined.items())
+    raise RuntimeError(
+        f"VLLM_EXL3_LINEAR_KERNEL={wanted} cannot serve {op} on {device} ({reasons}). "
+        "Set it to auto, or install what the reason names."
+    )
+
+
+def count_call(op: str, backend: str, layer_class: str) -> None:
+    """Count one execution of an op; the report and the diagnostics read these counts."""
+    _calls[op, backend, layer_class] += 1
+
+
+def calls() -> dict[tuple[str, str, str], int]:
+    """Executions so far in this process by (op, backend, layer class)."""
+    return dict(_calls)
+
+
+def reset_calls() -> None:
+    """Forget the counts, so that a test can assert which path served what follows."""
+    _calls.clear()

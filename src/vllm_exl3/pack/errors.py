@@ -1,0 +1,36 @@
+"""The errors and warnings that describe a pack, always in the same four parts."""
+
+__all__ = ["Exl3PackError", "Exl3PackWarning"]
+
+
+class Exl3PackError(ValueError):
+    """A pack that cannot be served as it is.
+
+    Attributes:
+        found: what the pack holds.
+        expected: what it should hold.
+        where: file, tensor or layer.
+        remedy: what the reader can do about it.
+    """
+
+    def __init__(self, *, found: str, expected: str, where: str, remedy: str) -> None:
+        self.found = found
+        self.expected = expected
+        self.where = where
+        self.remedy = remedy
+        super().__init__(found, expected, where, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross vLLM's process boundaries; keyword-only arguments need their own recipe.
+        return (_rebuild, (self.found, self.expected, self.where, self.remedy))
+
+
+def _rebuild(found: str, expected: str, where: str, remedy: str) -> Exl3PackError:
+    return Exl3PackError(found=found, expected=expected, where=where, remedy=remedy)
+
+
+class Exl3PackWarning(UserWarning):
+    """A harmless oddity of a pack: what its headers say wins over what its metadata claims."""

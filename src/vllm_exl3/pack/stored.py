@@ -1,0 +1,89 @@
+"""What a pack stores, as read from safetensors headers: tensors and the EXL3 linears they form.
+
+Sources: the safetensors format; the EXL3 format as written by exllamav3 1.6.5.
+"""
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["TILE", "BLOCK", "Codebook", "StoredLinear", "StoredTensor"]
+
+TILE = 16
+"""Rows and columns of one trellis tile."""
+
+BLOCK = 128
+"""Channels that one Hadamard transform mixes; every stored width is a multiple of it."""
+
+
+class Codebook(enum.IntEnum):
+    """How a 16-bit trellis state becomes a weight; the values are the C ABI's and the kernels'."""
+
+    INST3 = 0
+    MCG = 1
+    MUL1 = 2
+
+    @property
+    def label(self) -> str:
+        """The name that exllamav3's ``quantization_config`` uses."""
+        return ("3inst", "mcg", "mul1")[self]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: its full name in the checkpoint.
+        dtype: the safetensors dtype code, such as ``"I16"`` or ``"BF16"``.
+        shape: its shape.
+        file: the file's name, relative to the pack.
+        start: offset of its first byte from the start of the file.
+        nbytes: its size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """One EXL3 linear of a pack: y = ((x·suh) H W H)·svh + bias, W trellis-coded.
+
+    Attributes:
+        key: the module's name in the checkpoint, such as ``model.layers.0.self_attn.q_proj``.
+        half_bits: 2·K, the bits a weight takes times two, so that 1.5, 2.5 and 3.5 are integers.
+        codebook: from the marker tensor, or its absence.
+        in_features: stored (padded) input channels, a multiple of 128.
+        out_features: stored (padded) output channels, a multiple of 128.
+        trellis: I16 ``[in/16, out/16, 16·K]``.
+        suh: F16 ``[in]``, or the packed signs I16 ``[in/16]`` of a legacy pack's ``.su``.
+        svh: F16 ``[out]``, or the packed signs I16 ``[out/16]`` of a legacy pack's ``.sv``.
+        bias: F16 or F32 ``[out]``, or None.
+        marker: the I32 scalar that names the codebook, or None for 3INST.
+    """
+
+    key: str
+    half_bits: int
+    codebook: Codebook
+    in_features: int
+    out_features: int
+    trellis: StoredTensor
+    suh: StoredTensor
+    svh: StoredTensor
+    bias: StoredTensor | None
+    marker: StoredTensor | None
+
+    @property
+    def bits(self) -> float:
+        """K, the trellis bits per weight."""
+        return self.half_bits / 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything this linear stores."""
+        tensors = (self.trellis, self.suh, self.svh, self.bias, self.marker)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
