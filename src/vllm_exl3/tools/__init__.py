@@ -1,0 +1,1 @@
+"""Programs and helpers around EXL3 packs that serving itself never needs."""
