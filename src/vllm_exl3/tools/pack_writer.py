@@ -18,11 +18,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from vllm_exl3 import __version__
 from vllm_exl3.pack.stored import TILE, Codebook
 
-__all__ = ["PackTensor", "linear_tensors", "pad_to_block", "to_bfloat16", "write_pack", "write_safetensors"]
+__all__ = ["WRITER", "PackTensor", "linear_tensors", "pad_to_block", "to_bfloat16", "write_pack", "write_safetensors"]
 
 Array = npt.NDArray[Any]
+
+WRITER = f"vllm-exl3 {__version__}"
+"""What ``version`` of a quantization config says of packs written here."""
 
 MARKERS = {Codebook.MCG: ("mcg", 0xCBAC1FED), Codebook.MUL1: ("mul1", 0x83DCD12D)}
 """Leaf name and value of the scalar that marks a linear's codebook; 3INST has none."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.pack_writer import PackTensor, linear_tensors, pad_to_block, to_bfloat16, write_pack
+from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, pad_to_block, to_bfloat16, write_pack
 
 __all__ = ["write_random_pack"]
 
@@ -152,7 +152,7 @@ def write_random_pack(
         },
         quantization={
             "quant_method": "exl3",
-            "version": "1.6.5",
+            "version": WRITER,
             "bits": round(average, 2),
             "head_bits": 16 if head_bits is None else head_bits,
             "calibration": {"rows": 0, "cols": 0},

@@ -1,0 +1,172 @@
+"""Quantizes the demo's model to an EXL3 pack with this project's own encoder, the way exllamav3 lays packs out.
+
+Widths are padded with zeros to multiples of 128; a tied head becomes a linear of its own; embeddings and
+norms stay float16.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_exl3.demo.smollm2 import DenseModel
+from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, pad_to_block, write_pack
+
+__all__ = ["EncodedLinear", "Encoder", "Recipe", "quantize_model"]
+
+Array = npt.NDArray[Any]
+
+
+class EncodedLinear(Protocol):
+    """What an encoder returns for a weight ``[in, out]``."""
+
+    trellis: Array
+    suh: Array
+    svh: Array
+
+
+Encoder = Callable[[npt.NDArray[np.float32], int, Codebook], EncodedLinear]
+"""Takes a float32 weight ``[in, out]`` (multiples of 128), 2·K and the codebook."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a pack is quantized; together with the encoder's version it names the pack in the cache.
+
+    Attributes:
+        bits: K of the decoder's linears.
+        head_bits: K of ``lm_head``.
+        codebook: ``3inst``, ``mcg`` or ``mul1``.
+    """
+
+    bits: float = 4
+    head_bits: float = 6
+    codebook: str = "mul1"
+
+    def describe(self) -> dict[str, Any]:
+        """The recipe as plain values."""
+        return asdict(self)
+
+
+def quantize_model(
+    folder: Path,
+    model: DenseModel,
+    *,
+    recipe: Recipe,
+    encode: Encoder,
+    extra_files: dict[str, str],
+    progress: Callable[[str, int], None] = lambda module, weights: None,
+) -> Path:
+    """Quantize every linear of a llama model and write the pack.
+
+    Args:
+        folder: where the pack goes; an existing folder is replaced.
+        model: the model.
+        recipe: bits and codebook.
+        encode: the encoder.
+        extra_files: the tokenizer's files, name → text.
+        progress: called after each linear with its name and number of weights.
+
+    Returns:
+        The folder.
+    """
+    config = {**model.config, "tie_word_embeddings": False}
+    return write_pack(
+        folder,
+        config=config,
+        quantization={
+            "quant_method": "exl3",
+            "version": WRITER,
+            "bits": float(recipe.bits),
+            "head_bits": recipe.head_bits,
+            # nothing was calibrated: weights are rounded without a Hessian
+            "calibration": {"rows": 0, "cols": 0},
+            "out_scales": "always",
+            "codebook": recipe.codebook,
+        },
+        tensors=_planned(model, recipe, encode, progress),
+        extra_files={**extra_files, "generation_config.json": _generation_config(model.config)},
+    )
+
+
+def total_weights(model: DenseModel) -> int:
+    """How many weights `quantize_model` encodes, padding left out."""
+    return sum(weight.size for _, weight in _linears(model))
+
+
+def _planned(
+    model: DenseModel, recipe: Recipe, encode: Encoder, progress: Callable[[str, int], None]
+) -> Iterator[PackTensor]:
+    codebook = next(kind for kind in Codebook if kind.label == recipe.codebook)
+    for name, weight in model.tensors.items():
+        if not _is_linear(name, weight):
+            yield PackTensor(name, "F16", weight.shape, lambda weight=weight: weight.astype(np.float16))
+    for key, weight in _linears(model):
+        half_bits = round(2 * (recipe.head_bits if key == "lm_head" else recipe.bits))
+        rows, columns = pad_to_block(weight.shape[1]), pad_to_block(weight.shape[0])
+        yield from linear_tensors(
+            key,
+            in_features=rows,
+            out_features=columns,
+            half_bits=half_bits,
+            codebook=codebook,
+            make=_OnceEncoded(key, weight, half_bits, codebook, encode, progress),
+        )
+
+
+def _is_linear(name: str, weight: Array) -> bool:
+    return weight.ndim == 2 and name != "model.embed_tokens.weight"
+
+
+def _linears(model: DenseModel) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
+    """Key and weight ``[out, in]`` of every linear, the head last; a tied head is the embedding."""
+    for name, weight in model.tensors.items():
+        if _is_linear(name, weight) and name != "lm_head.weight":
+            yield name.removesuffix(".weight"), weight
+    yield "lm_head", model.tensors.get("lm_head.weight", model.tensors["model.embed_tokens.weight"])
+
+
+class _OnceEncoded:
+    """Makes the leaves of one linear: encodes at the first one asked for, forgets after the last."""
+
+    def __init__(
+        self,
+        key: str,
+        weight: npt.NDArray[np.float32],
+        half_bits: int,
+        codebook: Codebook,
+        encode: Encoder,
+        progress: Callable[[str, int], None],
+    ) -> None:
+        self._key = key
+        self._weight = weight
+        self._half_bits = half_bits
+        self._codebook = codebook
+        self._encode = encode
+        self._progress = progress
+        self._encoded: EncodedLinear | None = None
+
+    def __call__(self, leaf: str) -> Array:
+        if self._encoded is None:
+            self._encoded = self._encode(_padded(self._weight.T), self._half_bits, self._codebook)
+            self._progress(self._key, self._weight.size)
+        values: Array = getattr(self._encoded, leaf)
+        if leaf == "trellis":
+            self._encoded = None
+        return values
+
+
+def _padded(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    rows, columns = (pad_to_block(size) for size in weight.shape)
+    padded = np.zeros((rows, columns), np.float32)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    return padded
+
+
+def _generation_config(config: dict[str, Any]) -> str:
+    return json.dumps({key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}, indent=2) + "\n"
