@@ -131,33 +131,25 @@ def _linears(model: DenseModel) -> Iterator[tuple[str, npt.NDArray[np.float32]]]
     yield "lm_head", model.tensors.get("lm_head.weight", model.tensors["model.embed_tokens.weight"])
 
 
+@dataclass
 class _OnceEncoded:
     """Makes the leaves of one linear: encodes at the first one asked for, forgets after the last."""
 
-    def __init__(
-        self,
-        key: str,
-        weight: npt.NDArray[np.float32],
-        half_bits: int,
-        codebook: Codebook,
-        encode: Encoder,
-        progress: Callable[[str, int], None],
-    ) -> None:
-        self._key = key
-        self._weight = weight
-        self._half_bits = half_bits
-        self._codebook = codebook
-        self._encode = encode
-        self._progress = progress
-        self._encoded: EncodedLinear | None = None
+    key: str
+    weight: npt.NDArray[np.float32]
+    half_bits: int
+    codebook: Codebook
+    encode: Encoder
+    progress: Callable[[str, int], None]
+    encoded: EncodedLinear | None = None
 
     def __call__(self, leaf: str) -> Array:
-        if self._encoded is None:
-            self._encoded = self._encode(_padded(self._weight.T), self._half_bits, self._codebook)
-            self._progress(self._key, self._weight.size)
-        values: Array = getattr(self._encoded, leaf)
+        if self.encoded is None:
+            self.encoded = self.encode(_padded(self.weight.T), self.half_bits, self.codebook)
+            self.progress(self.key, self.weight.size)
+        values: Array = getattr(self.encoded, leaf)
         if leaf == "trellis":
-            self._encoded = None
+            self.encoded = None
         return values
 
 
