@@ -1,0 +1,265 @@
+"""``quantization_config`` of an EXL3 pack, as vLLM's quantization interface wants it.
+
+The config decides per layer from the pack's tensor headers. It is pickled to every worker, so it
+carries only where the pack is; headers are read again there (and memoised per file).
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import WeightsMapper
+
+from vllm_exl3.pack import Pack
+from vllm_exl3.pack.check import check
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.names import NameResolver, Resolution
+from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
+from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.report import Report
+
+__all__ = ["Exl3Config"]
+
+logger = logging.getLogger("vllm.exl3")
+
+_PER_PROCESS = (
+    "_pack",
+    "_resolver",
+    "_packed_modules",
+    "_claimed",
+    "_embeddings",
+    "_head_rename",
+    "_names_verified",
+    "report",
+)
+"""Attributes that are not pickled: each process finds them anew while it builds its model."""
+
+
+class Exl3Config(QuantizationConfig):
+    """How to serve one EXL3 pack.
+
+    Args:
+        raw: the ``quantization_config`` of ``config.json``. Informational: tensor headers decide.
+    """
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__()
+        self.raw = raw
+        self.source: str | None = None
+        self.revision: str | None = None
+        self._mappers: list[WeightsMapper] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pack: Pack | None = None
+        self._resolver: NameResolver | None = None
+        self._packed_modules: dict[str, list[str]] = {}
+        self._claimed: set[str] = set()
+        self._embeddings: list[tuple[VocabParallelEmbedding, Exl3EmbeddingMethod]] = []
+        self._head_rename: dict[re.Pattern[str], str] = {}
+        self._names_verified = False
+        self.report = Report()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in _PER_PROCESS:
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Exl3Config":
+        # vLLM copies configs for draft models; a copy serves another model and must share no state.
+        copy = type(self).__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), "_mappers": [], "packed_modules_mapping": {}})
+        return copy
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The ``quant_method`` this serves."""
+        return "exl3"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Activation dtypes that the ops take."""
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Ampere: the kernels need ``mma.sync.m16n8k16`` and ``cp.async``."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Where to look when ``config.json`` declares no quantization (``--quantization exl3``)."""
+        return ["quantization_config.json"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Exl3Config":
+        """Keep the declaration; the pack itself is opened in `maybe_update_config`."""
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None, **_: Any
+    ) -> str | None:
+        """Claim exactly the packs that declare ``quant_method: exl3``."""
+        if isinstance(hf_quant_cfg, dict):
+            method = hf_quant_cfg.get("quant_method")
+        else:
+            method = getattr(hf_quant_cfg, "quant_method", None)
+        return "exl3" if str(method).lower() == "exl3" else None
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None, **_: Any
+    ) -> None:
+        """Open the pack's headers and check them, before any weight is read.
+
+        Args:
+            model_name: a folder or a Hub repository.
+            hf_config: its configuration; it knows the commit that ``config.json`` came from.
+            revision: the branch, tag or commit that the user asked for.
+
+        Raises:
+            Exl3PackError: the pack is damaged, contradicts itself, or needs what is not served yet.
+        """
+        self.source = str(model_name)
+        # The commit pins what a branch name may move away from between here and the download.
+        self.revision = getattr(hf_config, "_commit_hash", None) or revision
+        for warning in check(self.pack):
+            logger.warning("EXL3 pack %s: %s", self.source, warning)
+        _refuse_unserved(self.pack)
+
+    @property
+    def pack(self) -> Pack:
+        """The pack's headers, read on first use in each process."""
+        if self._pack is None:
+            if self.source is None:
+                raise RuntimeError("Exl3Config: maybe_update_config has not named the pack yet")
+            self._pack = Pack.open(self.source, self.revision)
+        return self._pack
+
+    def resolve(self, prefix: str) -> Resolution | None:
+        """The stored tensors of one vLLM module, noted as claimed."""
+        resolution = self._names().resolve(prefix)
+        if resolution is not None:
+            self._claimed.update(part.key for part in resolution.parts)
+        return resolution
+
+    def _names(self) -> NameResolver:
+        # Inner models add to the mapping (and to the renames) after their wrapper's first layers are built.
+        if self._resolver is None or self._packed_modules != self.packed_modules_mapping:
+            self._packed_modules = dict(self.packed_modules_mapping)
+            self._resolver = NameResolver(self.pack, self._map_name, self._packed_modules)
+        return self._resolver
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Note how a model class renames checkpoint modules; wrappers and inner models each say theirs."""
+        if hf_to_vllm_mapper not in self._mappers:
+            self._mappers.append(hf_to_vllm_mapper)
+            self._resolver = None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method for one layer, from the headers of the tensors that its name stands for."""
+        if isinstance(layer, ParallelLMHead):
+            return self._head_method(prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            method = Exl3EmbeddingMethod(self, has_own_head=self._own_head_key() is not None)
+            self._embeddings.append((layer, method))
+            return method
+        if isinstance(layer, RoutedExperts):
+            return None
+        if isinstance(layer, LinearBase):
+            return self._linear_method(prefix)
+        return None
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
+        """Checkpoint names that differ from parameter names. vLLM asks once the model is built."""
+        self.verify_names()
+        return WeightsMapper(
+            orig_to_new_regex={**self._head_rename},
+            orig_to_new_prefix={"__align_pad__.": None},
+            # Packs up to exllamav3 0.0.2 store signs as bits; the loaders unpack them.
+            orig_to_new_suffix={".su": ".suh", ".sv": ".svh"},
+        )
+
+    def verify_names(self) -> None:
+        """Once the model is built: every EXL3 tensor must have found its layer.
+
+        Raises:
+            Exl3PackError: none did, or some were left over that no rule skips.
+        """
+        if self._names_verified:
+            return
+        self._names_verified = True
+        self._attach_head()
+        from vllm.distributed import get_pp_group
+
+        if get_pp_group().world_size == 1:
+            self._names().raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else None)
+
+    def _linear_method(self, prefix: str) -> QuantizeMethodBase:
+        resolution = self.resolve(prefix)
+        parts = resolution.parts if resolution is not None else ()
+        if sliced := next((part for part in parts if part.slices), None):
+            raise _not_served(self.pack, f"{len(sliced.slices)} slices at {sliced.key}", "sliced MLPs")
+        if all(part.linear is None for part in parts):
+            self.report.add_dense(prefix)
+            return UnquantizedLinearMethod()
+        return Exl3LinearMethod(self, prefix, parts)
+
+    def _head_method(self, prefix: str) -> QuantizeMethodBase | None:
+        resolution = self.resolve(prefix or "lm_head")
+        if resolution is None or resolution.parts[0].linear is None:
+            return None
+        return Exl3HeadMethod(self, prefix or "lm_head", resolution.parts)
+
+    def _own_head_key(self) -> str | None:
+        return next((key for key in self.pack.linears if key.rpartition(".")[2] == "lm_head"), None)
+
+    def _attach_head(self) -> None:
+        """Where the model class builds no head, let the embedding it multiplies by carry the pack's own."""
+        key = self._own_head_key()
+        if key is None or key in self._claimed or len(self._embeddings) != 1:
+            return
+        table = next((name for name in self.pack.dense if name.rpartition(".")[2] == "embed_tokens"), None)
+        resolution = self.resolve(self._map_name(f"{key}.trellis").removesuffix(".trellis"))
+        if table is None or resolution is None:
+            return
+        layer, method = self._embeddings[0]
+        method.attach_head(layer, key, resolution.parts)
+        self._head_rename = {re.compile(rf"^{re.escape(key)}\.(?=[^.]+$)"): f"{table}."}
+
+    def _map_name(self, name: str) -> str:
+        for mapper in self._mappers:
+            rename: Callable[[str], str | None] = getattr(mapper, "map_name", None) or mapper._map_name
+            name = rename(name) or name
+        return name
+
+
+def _refuse_unserved(pack: Pack) -> None:
+    """Name what this version does not serve, before the model is built."""
+    if pack.experts:
+        key, group = next(iter(pack.experts.items()))
+        raise _not_served(pack, f"{len(group.experts)} EXL3 experts at {key}", "routed experts")
+    if pack.embeddings:
+        raise _not_served(pack, f"a row-coded embedding at {next(iter(pack.embeddings))}", "quantized embeddings")
+    if pack.ngram_tables:
+        raise _not_served(pack, f"an n-gram table at {next(iter(pack.ngram_tables))}", "n-gram tables")
+
+
+def _not_served(pack: Pack, found: str, what: str) -> Exl3PackError:
+    return Exl3PackError(
+        found=found,
+        expected=f"a pack without {what}",
+        where=pack.source,
+        remedy=f"This version of vllm-exl3 serves dense EXL3 models; {what} are not served yet.",
+    )

@@ -1,0 +1,252 @@
+"""Where every stored tensor of a fused vLLM layer lies in the layer's flat parameters.
+
+vLLM builds one layer for q, k and v, or for gate and up, or for a tuple of outputs that one stored
+tensor spans; tensor parallelism gives each rank a range of every output. A `Layout` turns that into
+`Slot`s: which blocks of which stored tensor go where.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear
+from vllm_exl3.plan.partition import Piece, piece, row_range
+
+__all__ = ["DenseSlot", "Layout", "Output", "Slot", "layer_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One logical output of a vLLM layer, such as k of a fused q/k/v.
+
+    Attributes:
+        total: output channels in the checkpoint.
+        start: first of them on this rank.
+        size: how many of them on this rank.
+    """
+
+    total: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A piece of one EXL3 tensor, and where it begins in the layer's flat parameters.
+
+    Attributes:
+        part: index of the stored tensor among the layer's parts.
+        linear: the stored tensor.
+        piece: the blocks that this rank holds.
+        trellis: offset in the flat ``trellis``, in int16 words.
+        suh: offset in the flat ``suh``.
+        svh: offset in the flat ``svh``.
+    """
+
+    part: int
+    linear: StoredLinear
+    piece: Piece
+    trellis: int
+    suh: int
+    svh: int
+
+    @property
+    def shard(self) -> Shard:
+        """What the ops need to know of it."""
+        return Shard(
+            self.linear.half_bits,
+            int(self.linear.codebook),
+            self.piece.row_size,
+            self.piece.column_size,
+            self.piece.crop_start,
+            self.piece.crop_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSlot:
+    """Rows of a stored 16-bit ``weight`` inside an otherwise EXL3 layer.
+
+    Attributes:
+        part: index of the stored tensor among the layer's parts.
+        start: first stored row on this rank.
+        size: rows on this rank.
+        row: where they begin in the layer's ``weight``.
+    """
+
+    part: int
+    start: int
+    size: int
+    row: int
+
+
+class Layout:
+    """The slots of one layer on one rank.
+
+    Args:
+        where: the layer's name, for errors.
+        parts: the stored tensors in the order of the layer's outputs.
+        outputs: the layer's outputs.
+        rows: first input channel on this rank, how many, and how many in all.
+
+    Raises:
+        Exl3PackError: the stored sizes do not fit the layer, or the split is not on blocks of 128.
+    """
+
+    def __init__(
+        self, where: str, parts: Sequence[Part], outputs: Sequence[Output], rows: tuple[int, int, int]
+    ) -> None:
+        self.where = where
+        self.parts = tuple(parts)
+        self.slots: list[Slot | DenseSlot] = []
+        self.rows = rows
+        self.part_of_output: list[int] = []
+        self.logical_width: list[int] = []
+        self._trellis_words = self._suh_size = self._svh_size = self._dense_rows = 0
+        remaining = list(outputs)
+        for index, part in enumerate(self.parts):
+            covered = _take_covered(where, part, remaining, last=index == len(self.parts) - 1)
+            self.part_of_output += [index] * len(covered)
+            self.logical_width.append(sum(output.total for output in covered))
+            for start, size in _ranges(covered):
+                self._add(index, part, start, size)
+
+    @property
+    def exl3_slots(self) -> list[Slot]:
+        """The slots that hold trellis tiles, in output order."""
+        return [slot for slot in self.slots if isinstance(slot, Slot)]
+
+    @property
+    def dense_slots(self) -> list[DenseSlot]:
+        """The slots that hold 16-bit weights, in output order."""
+        return [slot for slot in self.slots if isinstance(slot, DenseSlot)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements of the flat parameters: ``trellis`` words, ``suh``, ``svh``, and rows of ``weight``."""
+        return {
+            "trellis": self._trellis_words,
+            "suh": self._suh_size,
+            "svh": self._svh_size,
+            "weight": self._dense_rows,
+        }
+
+    def markers(self, codebook: Codebook) -> list[int]:
+        """Parts whose tensors carry this codebook's marker."""
+        return [
+            index
+            for index, part in enumerate(self.parts)
+            if part.linear is not None and part.linear.marker is not None and part.linear.codebook == codebook
+        ]
+
+    def part_for(self, shard_id: str | int | tuple[int, ...] | None) -> int:
+        """The part that a checkpoint tensor belongs to, from the shard id that vLLM's loader passes.
+
+        Raises:
+            Exl3PackError: the id names no output of this layer.
+        """
+        if shard_id is None and len(self.parts) == 1:
+            return 0
+        index = shard_id[0] if isinstance(shard_id, tuple) else shard_id
+        if isinstance(index, str):
+            index = _NAMED_OUTPUTS.get(index)
+        if index is None or not 0 <= index < len(self.part_of_output):
+            raise Exl3PackError(
+                found=f"a tensor for output {shard_id!r}",
+                expected=f"one of the layer's {len(self.part_of_output)} outputs",
+                where=self.where,
+                remedy="The model class hands its weights over in an order this version does not know; please report it.",
+            )
+        return self.part_of_output[index]
+
+    def _add(self, index: int, part: Part, start: int, size: int) -> None:
+        if part.linear is None:
+            self.slots.append(DenseSlot(index, start, size, self._dense_rows))
+            self._dense_rows += size
+            return
+        row_start, row_size, row_total = self.rows
+        stored_rows = row_range(row_start, row_size, row_total, where=f"{self.where} ({part.key})")
+        self._check_inputs(part.linear, row_total)
+        taken = piece(stored_rows, (start, size))
+        slot = Slot(index, part.linear, taken, self._trellis_words, self._suh_size, self._svh_size)
+        self.slots.append(slot)
+        self._trellis_words += slot.shard.trellis_words
+        self._suh_size += taken.row_size
+        self._svh_size += taken.column_size
+
+    def _check_inputs(self, linear: StoredLinear, total: int) -> None:
+        padded = -(-total // BLOCK) * BLOCK
+        if linear.in_features != padded:
+            raise Exl3PackError(
+                found=f"a trellis with {linear.in_features} input channels",
+                expected=f"{padded}: the layer's {total} inputs, padded to {BLOCK}",
+                where=f"{self.where} ({linear.trellis.file}, {linear.trellis.name})",
+                remedy="The pack does not belong to this config.json, or was converted by a faulty tool.",
+            )
+
+
+_NAMED_OUTPUTS = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
+"""The shard ids that vLLM's attention projections use, by position."""
+
+
+def layer_outputs(layer: torch.nn.Module, sizes: Sequence[int]) -> list[Output]:
+    """The outputs of a vLLM linear layer as this rank holds them.
+
+    Args:
+        layer: a built ``LinearBase``; its ``tp_rank`` and ``tp_size`` count, not the process group's.
+        sizes: output channels on this rank, by output (``output_partition_sizes``).
+    """
+    rank, ranks = layer.tp_rank, layer.tp_size
+    heads = getattr(layer, "total_num_kv_heads", None)
+    if ranks == 1 or not hasattr(layer, "output_size_per_partition"):
+        return [Output(size, 0, size) for size in sizes]
+    if heads is None:
+        return [Output(size * ranks, rank * size, size) for size in sizes]
+    # Query heads are split; key and value heads are too, until there are fewer than ranks: then each is repeated.
+    replicas = layer.num_kv_head_replicas
+    query, *others = sizes
+    outputs = [Output(query * ranks, rank * query, query)]
+    outputs += [Output(size * ranks // replicas, rank // replicas * size, size) for size in others]
+    return outputs
+
+
+def _take_covered(where: str, part: Part, remaining: list[Output], *, last: bool) -> list[Output]:
+    """Remove from ``remaining`` the outputs that one stored tensor spans, by its stored width."""
+    width = part.linear.out_features if part.linear is not None else part.dense.shape[0] if part.dense else 0
+    covered: list[Output] = []
+    while remaining:
+        total = sum(output.total for output in covered)
+        if covered and not last and _fits(part, width, total):
+            break
+        covered.append(remaining.pop(0))
+    total = sum(output.total for output in covered)
+    if not _fits(part, width, total):
+        raise Exl3PackError(
+            found=f"{width} output channels",
+            expected=f"{total}, or that padded to {BLOCK}",
+            where=f"{where} ({part.key})",
+            remedy="The pack does not belong to this config.json, or was converted by a faulty tool.",
+        )
+    return covered
+
+
+def _fits(part: Part, width: int, total: int) -> bool:
+    return width == total if part.linear is None else width == -(-total // BLOCK) * BLOCK
+
+
+def _ranges(outputs: Sequence[Output]) -> list[tuple[int, int]]:
+    """Column ranges of one stored tensor that this rank takes, neighbours merged."""
+    ranges: list[tuple[int, int]] = []
+    base = 0
+    for output in outputs:
+        start = base + output.start
+        if ranges and sum(ranges[-1]) == start:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + output.size)
+        else:
+            ranges.append((start, output.size))
+        base += output.total
+    return ranges

@@ -1,0 +1,207 @@
+"""EXL3 linear layers in vLLM: parameters, loading, and the call to the op.
+
+A layer holds one flat parameter per checkpoint suffix, at its real size from construction on:
+that is what vLLM's offloading, reloading, sleep mode and memory profile count on. Loaders only
+copy into views of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+import vllm_exl3.ops.linear  # noqa: F401  registers torch.ops.vllm_exl3.linear
+from vllm_exl3.ops.shards import pack_shards
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.stored import TILE, Codebook
+from vllm_exl3.serving.layout import Layout, Output, Slot, layer_outputs
+from vllm_exl3.serving.loading import (
+    LoadedParts,
+    check_overwritten,
+    check_shape,
+    check_vectors,
+    unpack_signs_like,
+)
+
+if TYPE_CHECKING:
+    from vllm_exl3.serving.config import Exl3Config
+
+__all__ = ["Exl3LinearMethod"]
+
+ShardId = str | int | tuple[int, ...] | None
+
+
+class Exl3LinearMethod(LinearMethodBase):
+    """One vLLM linear layer whose weights, or some of whose fused weights, are EXL3.
+
+    Args:
+        config: the quantization config; it keeps the report and checks names at the first load.
+        where: the layer's vLLM name.
+        parts: its stored tensors, in output order.
+    """
+
+    def __init__(self, config: "Exl3Config", where: str, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.config = config
+        self.where = where
+        self.parts = tuple(parts)
+        self.layout: Layout
+        self.loaded = LoadedParts(where)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register ``trellis``, ``suh``, ``svh`` (and marker and 16-bit ``weight``) at their real sizes."""
+        outputs = layer_outputs(layer, output_partition_sizes)
+        rank = layer.tp_rank if input_size_per_partition != input_size else 0
+        rows = (rank * input_size_per_partition, input_size_per_partition, input_size)
+        self.register(layer, outputs, rows, params_dtype)
+
+    def register(
+        self, layer: torch.nn.Module, outputs: Sequence[Output], rows: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        """Register the parameters for these outputs and input rows (start, size, total)."""
+        self.layout = layout = Layout(self.where, self.parts, outputs, rows)
+        self.shards = pack_shards(slot.shard for slot in layout.exl3_slots)
+        self.layer_class = type(layer).__name__
+        sizes = layout.sizes
+        _register(layer, "trellis", torch.empty(sizes["trellis"], dtype=torch.int16), self.load_trellis)
+        # A scale that no tensor overwrites stays NaN, and is refused before the engine serves.
+        _register(layer, "suh", torch.full((sizes["suh"],), torch.nan, dtype=torch.float16), self.load_suh)
+        _register(layer, "svh", torch.full((sizes["svh"],), torch.nan, dtype=torch.float16), self.load_svh)
+        for codebook in (Codebook.MCG, Codebook.MUL1):
+            if count := len(layout.markers(codebook)):
+                _register(layer, codebook.label, torch.zeros(count, dtype=torch.int32), self.load_marker)
+        if sizes["weight"]:
+            weight = torch.empty((sizes["weight"], rows[1]), dtype=dtype)
+            _register(layer, "weight", weight, self.load_weight)
+        else:
+            # What vLLM reads to learn the device (LoRA, MLA); a plain attribute, or it would count as a parameter.
+            object.__setattr__(layer, "weight_packed", layer.trellis)
+        if any(part.linear is not None and part.linear.bias is not None for part in self.parts):
+            layer.weight_loader = _trimming_loader(layer.weight_loader, self)
+        self.config.report.add_layer(self.where, self.layer_class, layout)
+
+    def load_trellis(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
+        """Copy this rank's blocks of one stored trellis ``[in/16, out/16, 16·K]``."""
+        for slot in self._slots("trellis", loaded_weight, shard_id):
+            piece, shard = slot.piece, slot.shard
+            target = param.data[slot.trellis : slot.trellis + shard.trellis_words].view(shard.trellis_shape)
+            rows = slice(piece.row_start // TILE, (piece.row_start + piece.row_size) // TILE)
+            columns = slice(piece.column_start // TILE, (piece.column_start + piece.column_size) // TILE)
+            target.copy_(loaded_weight[rows, columns])
+
+    def load_suh(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
+        """Copy this rank's range of one stored input scale ``[in]``."""
+        for slot in self._slots("suh", loaded_weight, shard_id):
+            start, size = slot.piece.row_start, slot.piece.row_size
+            values = unpack_signs_like(param, loaded_weight)[start : start + size]
+            param.data[slot.suh : slot.suh + size].copy_(values)
+
+    def load_svh(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
+        """Copy this rank's range of one stored output scale ``[out]``."""
+        for slot in self._slots("svh", loaded_weight, shard_id):
+            start, size = slot.piece.column_start, slot.piece.column_size
+            values = unpack_signs_like(param, loaded_weight)[start : start + size]
+            param.data[slot.svh : slot.svh + size].copy_(values)
+
+    def load_marker(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
+        """Keep a codebook's marker, whose value `vllm_exl3.pack.check` has verified."""
+        index = self.layout.part_for(shard_id)
+        linear = self.parts[index].linear
+        assert linear is not None
+        position = self.layout.markers(linear.codebook).index(index)
+        param.data[position : position + 1].copy_(loaded_weight.reshape(1))
+
+    def load_weight(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
+        """Copy this rank's rows of a 16-bit weight ``[out, in]`` fused with EXL3 ones."""
+        self.config.verify_names()
+        index = self.layout.part_for(shard_id)
+        start, size, _ = self.layout.rows
+        for slot in self.layout.dense_slots:
+            if slot.part == index:
+                source = loaded_weight[slot.start : slot.start + slot.size, start : start + size]
+                param.data[slot.row : slot.row + slot.size].copy_(source)
+        self.loaded.add("weight", index)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Refuse a layer that would serve noise because tensors of it never came."""
+        self.loaded.check(self.parts)
+        check_overwritten(self.where, suh=layer.suh, svh=layer.svh)
+        self.config.report.layer_ready(self.where, layer, self.config.pack)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [..., in]`` times the layer's weights, plus ``bias``, as ``[..., out]`` in the dtype of ``x``."""
+        flat = x.reshape(-1, x.shape[-1])
+        mixed = bool(self.layout.sizes["weight"])
+        output = torch.ops.vllm_exl3.linear(
+            flat, layer.trellis, layer.suh, layer.svh, None if mixed else bias, self.shards, self.layer_class
+        )
+        if mixed:
+            output = self._interleave(output, torch.nn.functional.linear(flat, layer.weight))
+            if bias is not None:
+                output = output + bias
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    def dequantize_weight(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The layer's weight ``[out, in]`` in its activation dtype, for vLLM's online requantization."""
+        size = self.layout.rows[1]
+        identity = torch.eye(size, dtype=torch.float32, device=layer.trellis.device)
+        return self.apply(layer, identity).t().contiguous().to(layer.params_dtype)
+
+    def _interleave(self, exl3: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        columns, taken = [], {True: 0, False: 0}
+        for slot in self.layout.slots:
+            is_exl3 = isinstance(slot, Slot)
+            size = slot.piece.crop_size if isinstance(slot, Slot) else slot.size
+            source = exl3 if is_exl3 else dense
+            columns.append(source[:, taken[is_exl3] : taken[is_exl3] + size])
+            taken[is_exl3] += size
+        return torch.cat(columns, dim=1)
+
+    def _slots(self, leaf: str, loaded_weight: torch.Tensor, shard_id: ShardId) -> list[Slot]:
+        """The slots that a loaded tensor fills, after checking that it is the one whose header was read."""
+        self.config.verify_names()
+        index = self.layout.part_for(shard_id)
+        linear = self.parts[index].linear
+        if linear is None:
+            raise Exl3PackError(
+                found=f"an EXL3 tensor for output {shard_id!r}",
+                expected="a 16-bit weight, as the headers said when the pack was opened",
+                where=self.where,
+                remedy="The pack changed while it was being loaded; start again.",
+            )
+        stored = getattr(linear, leaf)
+        check_shape(stored, loaded_weight)
+        if leaf != "trellis":
+            check_vectors(stored, loaded_weight)
+        self.loaded.add(leaf, index)
+        return [slot for slot in self.layout.exl3_slots if slot.part == index]
+
+
+def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, loader: Callable[..., None]) -> None:
+    param = Parameter(data, requires_grad=False)
+    set_weight_attrs(param, {"weight_loader": loader})
+    layer.register_parameter(name, param)
+
+
+def _trimming_loader(original: Callable[..., None], method: Exl3LinearMethod) -> Callable[..., None]:
+    """Wrap the layer's own loader, which loads the bias, to cut the bias' padding off first."""
+
+    def weight_loader(param: Parameter, loaded_weight: torch.Tensor, *shard_id: Any) -> None:
+        layout = method.layout
+        index = layout.part_for(shard_id[0] if shard_id else None)
+        original(param, loaded_weight[: layout.logical_width[index]], *shard_id)
+
+    return weight_loader

@@ -1,0 +1,110 @@
+"""Checks on tensors while they are loaded: the right ones, all of them, with usable values."""
+
+import torch
+
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.stored import StoredTensor
+
+__all__ = ["LoadedParts", "check_overwritten", "check_shape", "check_vectors", "unpack_signs_like"]
+
+
+class LoadedParts:
+    """Which tensors of one layer its loaders have seen.
+
+    Loaders that bypass ours (dummy weights, sharded state) leave it empty, which is no fault.
+
+    Args:
+        where: the layer's name, for errors.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._seen: set[tuple[str, int]] = set()
+
+    def add(self, leaf: str, part: int) -> None:
+        """Note a tensor; noting it twice, as layerwise reloading does, changes nothing."""
+        self._seen.add((leaf, part))
+
+    def check(self, parts: tuple[Part, ...]) -> None:
+        """Refuse a layer of which some tensors came and others did not.
+
+        Raises:
+            Exl3PackError: naming the missing tensors.
+        """
+        wanted = {
+            (leaf, index)
+            for index, part in enumerate(parts)
+            for leaf in (("trellis", "suh", "svh") if part.linear is not None else ("weight",))
+        }
+        if self._seen and (missing := wanted - self._seen):
+            names = ", ".join(sorted(f"{parts[index].key}.{leaf}" for leaf, index in missing))
+            raise Exl3PackError(
+                found=f"no data for {names}",
+                expected="every tensor that the pack's headers list",
+                where=self._where,
+                remedy="A shard was skipped while loading: compare model.safetensors.index.json with the files "
+                "(vllm-exl3 inspect lists the differences).",
+            )
+        self._seen.clear()
+
+
+def check_shape(stored: StoredTensor, loaded: torch.Tensor) -> None:
+    """Refuse a tensor that is not the one whose header was read.
+
+    Raises:
+        Exl3PackError: the shapes differ.
+    """
+    if tuple(loaded.shape) != stored.shape:
+        raise Exl3PackError(
+            found=f"shape {list(loaded.shape)}",
+            expected=f"{list(stored.shape)}, as its header said when the pack was opened",
+            where=f"{stored.file}, {stored.name}",
+            remedy="The pack changed since, or another revision was downloaded; start again, with --revision.",
+        )
+
+
+def check_vectors(stored: StoredTensor, values: torch.Tensor) -> None:
+    """Refuse a loaded scale that would silently turn a layer into noise or nothing.
+
+    Raises:
+        Exl3PackError: a value is NaN or infinite, or all are zero.
+    """
+    if values.is_meta:  # vLLM's layerwise reload calls loaders on shapes first
+        return
+    if not torch.isfinite(values).all():
+        found, remedy = "NaN or infinite values", "The file is damaged; fetch or convert it again."
+    elif not values.any():
+        found, remedy = "only zeros", "The conversion failed for this layer; convert the model again."
+    else:
+        return
+    raise Exl3PackError(
+        found=found,
+        expected="finite scales, not all of them zero",
+        where=f"{stored.file}, {stored.name}",
+        remedy=remedy,
+    )
+
+
+def check_overwritten(where: str, **scales: torch.Tensor) -> None:
+    """Refuse a layer whose scales are still the NaN they were created with.
+
+    Raises:
+        Exl3PackError: some scale was never written.
+    """
+    for name, values in scales.items():
+        if torch.isnan(values).any():
+            raise Exl3PackError(
+                found=f"a {name} that no tensor was loaded into",
+                expected="every tensor of the layer in the files that were loaded",
+                where=where,
+                remedy="Compare model.safetensors.index.json with the files (vllm-exl3 inspect lists differences).",
+            )
+
+
+def unpack_signs_like(param: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Scales as float16: those of packs up to exllamav3 0.0.2 are bits, 1 for −1, lowest bit first."""
+    if loaded.dtype.is_floating_point:
+        return loaded
+    bits = (loaded.to(torch.int32).unsqueeze(-1) >> torch.arange(16, device=loaded.device)) & 1
+    return (1 - 2 * bits).flatten().to(param.dtype)

@@ -1,0 +1,140 @@
+"""What is served and how: one block in the log per engine start, and the same as data.
+
+Fed by the quantization config while vLLM builds and loads the model; printed once every EXL3 layer
+is loaded, by the first rank.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_exl3 import __version__
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.linear import linear_reference
+
+if TYPE_CHECKING:
+    from vllm_exl3.pack import Pack
+    from vllm_exl3.serving.layout import Layout
+
+__all__ = ["Report", "runtime_diagnostics"]
+
+logger = logging.getLogger("vllm.exl3")
+_reports: list["Report"] = []
+
+
+class Report:
+    """Facts about one model in one process."""
+
+    def __init__(self) -> None:
+        self.pack: Pack | None = None
+        self.layers: dict[str, tuple[str, Layout]] = {}
+        self.dense: list[str] = []
+        self.device: str | None = None
+        self.bytes: Counter[str] = Counter()
+        self._waiting: set[str] = set()
+
+    def add_layer(self, where: str, layer_class: str, layout: "Layout") -> None:
+        """Note a layer that is built but not loaded yet."""
+        self.layers[where] = (layer_class, layout)
+        self._waiting.add(where)
+
+    def add_dense(self, where: str) -> None:
+        """Note a linear layer that the pack stores in 16 bits."""
+        self.dense.append(where)
+
+    def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> None:
+        """Note a loaded layer; after the last one, log the block."""
+        if where not in self._waiting:
+            return
+        self._waiting.discard(where)
+        self.pack, self.device = pack, layer.trellis.device.type
+        self.bytes["trellis"] += layer.trellis.nbytes
+        self.bytes["scales"] += layer.suh.nbytes + layer.svh.nbytes
+        if not self._waiting:
+            _reports.append(self)
+            if _is_first_rank():
+                logger.info("%s", self.text())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        histogram: dict[str, int] = defaultdict(int)
+        codebooks: Counter[str] = Counter()
+        classes: Counter[str] = Counter()
+        for layer_class, layout in self.layers.values():
+            classes[layer_class] += 1
+            for slot in layout.exl3_slots:
+                histogram[f"{slot.linear.bits:g}"] += slot.piece.row_size * slot.piece.column_size
+                codebooks[slot.linear.codebook.label] += 1
+        weights = sum(histogram.values())
+        return {
+            "version": __version__,
+            "pack": str(self.pack.source) if self.pack is not None else None,
+            "commit": self.pack.commit if self.pack is not None else None,
+            "quantizer": self.pack.quantization.get("version") if self.pack is not None else None,
+            "codebooks": dict(codebooks),
+            "weights_by_bits": dict(sorted(histogram.items(), key=lambda item: float(item[0]))),
+            "average_bits": sum(float(k) * n for k, n in histogram.items()) / weights if weights else None,
+            "head_bits": self._head_bits(),
+            "layer_classes": dict(classes),
+            "dense_linears": sorted(self.dense),
+            "kernels": self._kernels(),
+            "bytes": dict(self.bytes),
+        }
+
+    def text(self) -> str:
+        """The report as the block that an engine start logs."""
+        facts = self.as_dict()
+        bits = ", ".join(f"{k}: {n / 1e6:.1f} M" for k, n in facts["weights_by_bits"].items())
+        codebooks = ", ".join(f"{name} ({count})" for name, count in facts["codebooks"].items())
+        classes = ", ".join(f"{count} {name}" for name, count in facts["layer_classes"].items())
+        lines = [
+            f"vllm-exl3 {facts['version']} serves {facts['pack']}"
+            + (f" at {facts['commit'][:12]}" if facts["commit"] else ""),
+            f"  quantizer  exllamav3 {facts['quantizer'] or 'unknown'}, codebook {codebooks}",
+            f"  weights    by bits {bits}; average {facts['average_bits']:.2f}"
+            + (f", head {facts['head_bits']:g}" if facts["head_bits"] else ", head in 16 bits"),
+            f"  layers     {classes}",
+            f"  dense      {_some(facts['dense_linears'])}",
+        ]
+        for op, kernel in facts["kernels"].items():
+            declined = "; ".join(f"{name}: {reason}" for name, reason in kernel["declined"].items())
+            lines.append(f"  {op:<10} {kernel['backend']} on {kernel['device']}" + (f" ({declined})" if declined else ""))
+        memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts["bytes"].items())
+        lines.append(f"  memory     {memory} on this rank")
+        return "\n".join(lines)
+
+    def _head_bits(self) -> float | None:
+        for where, (_, layout) in self.layers.items():
+            if where.rpartition(".")[2] == "lm_head":
+                return layout.exl3_slots[0].linear.bits
+        return None
+
+    def _kernels(self) -> dict[str, Any]:
+        if self.device is None:
+            return {}
+        choice = backends.select("linear", self.device, linear_reference)
+        return {
+            "linear": {"backend": choice.backend.name, "device": self.device, "declined": choice.declined},
+        }
+
+
+def runtime_diagnostics() -> dict[str, object]:
+    """Reports of the models loaded in this process, and how often each kernel path has run."""
+    calls = [
+        {"op": op, "backend": backend, "layer_class": layer_class, "calls": count}
+        for (op, backend, layer_class), count in sorted(backends.calls().items())
+    ]
+    return {"version": __version__, "models": [report.as_dict() for report in _reports], "calls": calls}
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,90 @@
+"""Run a stock vLLM engine in this process, and see the logits it computes.
+
+Engines are started with what makes them quick on two cores; nothing here is specific to EXL3.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from vllm import LLM, SamplingParams
+
+__all__ = ["engine", "generate", "logits_of", "model_of"]
+
+
+@contextlib.contextmanager
+def engine(pack: Path | str, **options: Any) -> Iterator[LLM]:
+    """An in-process engine for ``pack``, gone again afterwards."""
+    defaults: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 4,
+        "dtype": "float32",
+        "seed": 0,
+        "distributed_executor_backend": "uni",
+        "enable_prefix_caching": False,
+    }
+    llm = LLM(str(pack), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        # The caller's name still refers to the engine, so it has to be told to let go of the process groups.
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def model_of(llm: LLM) -> torch.nn.Module:
+    """The built model of an in-process engine."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def logits_of(llm: LLM, ids: list[int]) -> torch.Tensor:
+    """Logits ``[len(ids), vocabulary]`` of one prompt, as the model's own ``compute_logits`` returns them."""
+    model = model_of(llm)
+    captured: list[torch.Tensor] = []
+    original = model.compute_logits
+
+    def record(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = original(hidden_states, *args, **kwargs)
+        captured.append(logits.detach().float().clone())
+        return logits
+
+    model.compute_logits = record
+    try:
+        llm.generate(
+            {"prompt_token_ids": ids},
+            SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+    finally:
+        model.compute_logits = original
+    # The last position comes on its own and first, to be sampled from; then the others, for prompt_logprobs.
+    sampled = next(part for part in captured if part.shape[0] == 1)
+    prompt = next(part for part in captured if part.shape[0] >= len(ids) - 1)
+    return torch.cat([prompt[: len(ids) - 1], sampled])
+
+
+def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:
+    """Greedy continuations of some prompts."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts],
+        SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True),
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
