@@ -4,15 +4,29 @@ Sources: the safetensors format; the EXL3 format as written by exllamav3 1.6.5.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["TILE", "BLOCK", "Codebook", "StoredLinear", "StoredTensor"]
+__all__ = [
+    "BLOCK",
+    "HALF_BITS",
+    "TILE",
+    "Codebook",
+    "ExpertGroup",
+    "StoredLinear",
+    "StoredNgramTable",
+    "StoredRowTable",
+    "StoredTensor",
+]
 
 TILE = 16
 """Rows and columns of one trellis tile."""
 
 BLOCK = 128
 """Channels that one Hadamard transform mixes; every stored width is a multiple of it."""
+
+HALF_BITS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+"""Every 2·K that the format knows; the odd ones (K = 1.5, 2.5, 3.5) exist with mul1 only."""
 
 
 class Codebook(enum.IntEnum):
@@ -87,3 +101,76 @@ class StoredLinear:
         """Bytes of everything this linear stores."""
         tensors = (self.trellis, self.suh, self.svh, self.bias, self.marker)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRowTable:
+    """A token embedding coded row by row: one ring of 256 weights per (row, group).
+
+    Attributes:
+        key: the module's name in the checkpoint, such as ``model.embed_tokens``.
+        bits: K, an integer from 1 to 8; the codebook is always mul1.
+        rows: rows of the table (the vocabulary).
+        groups: rings per row; a row decodes to 256·groups values, cut to the hidden size.
+        trellis: I16 ``[rows, groups·(1 + 16·K)]``.
+        signs: F16 ``[groups, 256]``, ±1.
+    """
+
+    key: str
+    bits: int
+    rows: int
+    groups: int
+    trellis: StoredTensor
+    signs: StoredTensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything this table stores."""
+        return self.trellis.nbytes + self.signs.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNgramTable:
+    """An n-gram embedding table coded row by row: one ring of 160 weights per row.
+
+    Attributes:
+        key: the module's name in the checkpoint.
+        bits: K, an integer from 1 to 8; the codebook is always mul1.
+        rows: rows over all shards.
+        shards: I16 ``[rows of the shard, 1 + 10·K]`` each, in order.
+        head_bias: F16 ``[heads, 160]``.
+        extra: the integer tensors beside it by leaf name: ``head_offsets``, ``head_vocab_sizes``,
+            ``layer_multipliers``.
+    """
+
+    key: str
+    bits: int
+    rows: int
+    shards: tuple[StoredTensor, ...]
+    head_bias: StoredTensor
+    extra: Mapping[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything this table stores."""
+        return sum(tensor.nbytes for tensor in (*self.shards, self.head_bias, *self.extra.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroup:
+    """The routed experts of one MLP, whichever of the two naming schemes the pack uses.
+
+    Attributes:
+        key: the MLP's name in the checkpoint, such as ``model.layers.0.mlp``.
+        roles: what each expert holds, in the order gate, up, down; no gate in un-gated models.
+        members: expert index to role to the key of its linear.
+    """
+
+    key: str
+    roles: tuple[str, ...]
+    members: Mapping[int, Mapping[str, str]]
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Indices of the experts that are present, ascending."""
+        return tuple(sorted(self.members))

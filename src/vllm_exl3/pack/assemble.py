@@ -1,0 +1,260 @@
+"""From loose tensors to EXL3 objects: linears, row-coded embeddings, n-gram tables, expert groups.
+
+A trellis decides: rank 3 is a linear, rank 2 with signs an embedding, rank 2 with a head bias an
+n-gram table. Everything is read off shapes, dtypes and names; metadata is not consulted.
+Source: the EXL3 format as written by exllamav3 1.6.5.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.stored import (
+    BLOCK,
+    HALF_BITS,
+    TILE,
+    Codebook,
+    ExpertGroup,
+    StoredLinear,
+    StoredNgramTable,
+    StoredRowTable,
+    StoredTensor,
+)
+
+__all__ = [
+    "EXPERT",
+    "LINEAR_LEAVES",
+    "MARKERS",
+    "NGRAM_EXTRA",
+    "RING_GROUP",
+    "RING_NGRAM",
+    "assemble_linear",
+    "group_experts",
+    "sort_trellises",
+]
+
+Tensors = Mapping[str, StoredTensor]
+
+MARKERS: Mapping[str, tuple[Codebook, int]] = {
+    "mcg": (Codebook.MCG, 0xCBAC1FED),
+    "mul1": (Codebook.MUL1, 0x83DCD12D),
+}
+"""Marker leaf to the codebook it names and the value that it must hold, as uint32."""
+
+LINEAR_LEAVES = ("trellis", "suh", "su", "svh", "sv", "mcg", "mul1", "bias")
+"""Every leaf name that a linear may have."""
+
+RING_GROUP = 256
+"""Values of one embedding ring."""
+
+RING_NGRAM = 160
+"""Values of one n-gram ring."""
+
+NGRAM_EXTRA = ("head_offsets", "head_vocab_sizes", "layer_multipliers")
+
+EXPERT = re.compile(r"^(?P<mlp>.+)\.experts\.(?P<index>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w1|w3|w2)$")
+_ROLE = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+_NGRAM_SHARD = re.compile(r"^(?P<key>.+)\.shard_(?P<index>\d+)$")
+
+
+def sort_trellises(
+    tensors: Tensors,
+) -> tuple[dict[str, StoredLinear], dict[str, StoredRowTable], dict[str, StoredNgramTable]]:
+    """Build every EXL3 object of a pack.
+
+    Returns:
+        Linears, row-coded embeddings and n-gram tables, each by key in the order of the headers.
+
+    Raises:
+        Exl3PackError: a trellis lacks what belongs to it, or its tensors contradict each other.
+    """
+    linears: dict[str, StoredLinear] = {}
+    embeddings: dict[str, StoredRowTable] = {}
+    shards: defaultdict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if not name.endswith(".trellis"):
+            continue
+        key = name[: -len(".trellis")]
+        if len(tensor.shape) == 3:
+            linears[key] = assemble_linear(key, tensors)
+        elif len(tensor.shape) == 2 and f"{key}.signs" in tensors:
+            embeddings[key] = _row_table(key, tensors)
+        elif len(tensor.shape) == 2 and (match := _NGRAM_SHARD.match(key)):
+            shards[match["key"]][int(match["index"])] = tensor
+        elif len(tensor.shape) == 2 and f"{key}.head_bias" in tensors:
+            shards[key][0] = tensor
+        else:
+            raise _shape(tensor, "[in/16, out/16, 16·K], or [rows, words] beside .signs (embedding) or .head_bias")
+    return linears, embeddings, {key: _ngram_table(key, parts, tensors) for key, parts in shards.items()}
+
+
+def assemble_linear(key: str, tensors: Tensors) -> StoredLinear:
+    """Build the linear ``key`` from the tensors named ``key.*``.
+
+    Raises:
+        Exl3PackError: a part is missing, has another shape or dtype than the trellis demands, or
+            names a second codebook.
+    """
+    trellis = tensors[f"{key}.trellis"]
+    _expect_dtype(trellis, "I16")
+    rows, columns, width = trellis.shape
+    half_bits, rest = divmod(width, TILE // 2)
+    if rest or half_bits not in HALF_BITS:
+        raise _shape(trellis, "a last dimension of 16·K with K in 1..8, 1.5, 2.5 or 3.5")
+    in_features, out_features = rows * TILE, columns * TILE
+    if not rows or not columns or in_features % BLOCK or out_features % BLOCK:
+        raise _shape(trellis, f"{in_features} inputs and {out_features} outputs to be positive multiples of {BLOCK}")
+    codebook, marker = _codebook(key, tensors)
+    if half_bits % 2 and codebook is not Codebook.MUL1:
+        raise Exl3PackError(
+            found=f"K = {half_bits / 2} with the {codebook.label} codebook",
+            expected="a half-integer K only with mul1",
+            where=_place(trellis),
+            remedy="The marker tensor is missing or the file is damaged: fetch the pack again or quantize it anew.",
+        )
+    if scale := tensors.get(f"{key}.scale"):
+        raise Exl3PackError(
+            found="a .scale beside a trellis",
+            expected="suh and svh only; a scale tensor belongs to no EXL3 version that can be decoded",
+            where=_place(scale),
+            remedy="Quantize the model again with a current exllamav3.",
+        )
+    return StoredLinear(
+        key=key,
+        half_bits=half_bits,
+        codebook=codebook,
+        in_features=in_features,
+        out_features=out_features,
+        trellis=trellis,
+        suh=_scales(trellis, key, "su", in_features, tensors),
+        svh=_scales(trellis, key, "sv", out_features, tensors),
+        bias=_bias(key, out_features, tensors),
+        marker=marker,
+    )
+
+
+def _codebook(key: str, tensors: Tensors) -> tuple[Codebook, StoredTensor | None]:
+    mcg, mul1 = tensors.get(f"{key}.mcg"), tensors.get(f"{key}.mul1")
+    if mcg is not None and mul1 is not None:
+        raise Exl3PackError(
+            found="both .mcg and .mul1",
+            expected="at most one codebook marker",
+            where=f"{key} in {mcg.file}",
+            remedy="Only the writer of the pack knows which codebook it used: quantize the model again.",
+        )
+    marker = mcg or mul1
+    if marker is None:
+        return Codebook.INST3, None
+    _expect_dtype(marker, "I32")
+    if marker.shape not in ((), (1,)):
+        raise _shape(marker, "a scalar")
+    return (Codebook.MCG if mcg is not None else Codebook.MUL1), marker
+
+
+def _scales(trellis: StoredTensor, key: str, leaf: str, features: int, tensors: Tensors) -> StoredTensor:
+    """``suh`` or ``svh``, or the packed signs ``su`` or ``sv`` of a pack from before exllamav3 0.0.2."""
+    real, signs = tensors.get(f"{key}.{leaf}h"), tensors.get(f"{key}.{leaf}")
+    if (real is None) == (signs is None):
+        raise Exl3PackError(
+            found=f"both .{leaf}h and .{leaf}" if real else f"neither .{leaf}h nor .{leaf}",
+            expected="exactly one of them beside a trellis",
+            where=_place(trellis),
+            remedy="A file of the pack is missing or of another revision: fetch the pack again.",
+        )
+    tensor, dtype, length = (real, "F16", features) if real else (signs, "I16", features // TILE)
+    assert tensor is not None  # one of the two is there, see above
+    _expect_dtype(tensor, dtype)
+    if tensor.shape != (length,):
+        raise _shape(tensor, f"[{length}] to match {list(trellis.shape)} of {trellis.name}")
+    return tensor
+
+
+def _bias(key: str, out_features: int, tensors: Tensors) -> StoredTensor | None:
+    bias = tensors.get(f"{key}.bias")
+    if bias is None:
+        return None
+    _expect_dtype(bias, "F16", "BF16", "F32")
+    # Writers store it padded or as long as the model's own output, which ends in the last block.
+    if len(bias.shape) != 1 or not out_features - BLOCK < bias.shape[0] <= out_features:
+        raise _shape(bias, f"[{out_features}], or the unpadded width that rounds up to it")
+    return bias
+
+
+def _row_table(key: str, tensors: Tensors) -> StoredRowTable:
+    trellis, signs = tensors[f"{key}.trellis"], tensors[f"{key}.signs"]
+    _expect_dtype(trellis, "I16")
+    _expect_dtype(signs, "F16")
+    if len(signs.shape) != 2 or signs.shape[1] != RING_GROUP or not signs.shape[0]:
+        raise _shape(signs, f"[groups, {RING_GROUP}]")
+    rows, words = trellis.shape
+    groups = signs.shape[0]
+    bits = _ring_bits(trellis, words, groups, RING_GROUP)
+    return StoredRowTable(key, bits, rows, groups, trellis, signs)
+
+
+def _ngram_table(key: str, parts: Mapping[int, StoredTensor], tensors: Tensors) -> StoredNgramTable:
+    shards = tuple(parts[index] for index in sorted(parts))
+    head_bias = tensors.get(f"{key}.head_bias")
+    if head_bias is None or sorted(parts) != list(range(len(parts))):
+        found = "no .head_bias" if head_bias is None else f"shards {sorted(parts)[:8]}"
+        raise Exl3PackError(
+            found=found,
+            expected="a .head_bias and shards numbered from 0 without a gap",
+            where=f"{key} in {shards[0].file}",
+            remedy="A file of the n-gram table is missing: fetch the pack again.",
+        )
+    if len(head_bias.shape) != 2 or head_bias.shape[1] != RING_NGRAM:
+        raise _shape(head_bias, f"[heads, {RING_NGRAM}]")
+    _expect_dtype(head_bias, "F16")
+    for shard in shards:
+        _expect_dtype(shard, "I16")
+        if shard.shape[1] != shards[0].shape[1]:
+            raise _shape(shard, f"{shards[0].shape[1]} words a row as in {shards[0].name}")
+    bits = _ring_bits(shards[0], shards[0].shape[1], 1, RING_NGRAM)
+    extra = {leaf: tensors[f"{key}.{leaf}"] for leaf in NGRAM_EXTRA if f"{key}.{leaf}" in tensors}
+    return StoredNgramTable(key, bits, sum(shard.shape[0] for shard in shards), shards, head_bias, extra)
+
+
+def _ring_bits(trellis: StoredTensor, words: int, groups: int, width: int) -> int:
+    """K of rings of one scale word and ``width``·K/16 code words each."""
+    bits, rest = divmod(words - groups, groups * width // TILE)
+    if rest or not 1 <= bits <= 8:
+        raise _shape(trellis, f"{groups} ring(s) of 1 + {width // TILE}·K words a row with K in 1..8")
+    return bits
+
+
+def group_experts(keys: Iterable[str]) -> dict[str, ExpertGroup]:
+    """Group the linears named ``<mlp>.experts.<index>.<projection>`` by MLP."""
+    members: defaultdict[str, defaultdict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for key in keys:
+        if ".experts." in key and (match := EXPERT.match(key)):
+            members[match["mlp"]][int(match["index"])][_ROLE[match["name"]]] = key
+    groups = {}
+    for mlp, experts in members.items():
+        seen = {role for roles in experts.values() for role in roles}
+        groups[mlp] = ExpertGroup(mlp, tuple(role for role in ("gate", "up", "down") if role in seen), dict(experts))
+    return groups
+
+
+def _expect_dtype(tensor: StoredTensor, *dtypes: str) -> None:
+    if tensor.dtype not in dtypes:
+        raise Exl3PackError(
+            found=f"dtype {tensor.dtype}",
+            expected=" or ".join(dtypes),
+            where=_place(tensor),
+            remedy="The tensor was converted after quantization: fetch the original pack.",
+        )
+
+
+def _shape(tensor: StoredTensor, expected: str) -> Exl3PackError:
+    return Exl3PackError(
+        found=f"shape {list(tensor.shape)}",
+        expected=expected,
+        where=_place(tensor),
+        remedy="The file is damaged, or of another revision than the rest: fetch the pack again.",
+    )
+
+
+def _place(tensor: StoredTensor) -> str:
+    return f"{tensor.name} in {tensor.file}"

@@ -1,0 +1,147 @@
+"""What a pack's metadata claims, held against what its headers say.
+
+The ledger (``tensor_storage``) speaks of single tensors, so where it contradicts a trellis one of
+the two belongs to another pack: a fault. ``bits``, ``layer_bits``, ``codebook`` and the like only
+summarise: one warning names every disagreement with both values, and the headers win.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm_exl3.pack.assemble import MARKERS
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.metadata import declared_blocks
+from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.skip import Skipper
+from vllm_exl3.pack.stored import StoredLinear
+
+__all__ = ["body_and_head", "claim_faults", "claim_warnings", "mean_bits"]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TOLERANCE = 0.1
+"""How far the declared average may lie from the measured one: writers round, and count differently."""
+
+
+def claim_faults(pack: Pack) -> Iterator[Exl3PackError]:
+    """Ledger entries that contradict the tensors they describe."""
+    for key, entry in pack.ledger():
+        linear = pack.linears.get(key)
+        for found, expected in _contradictions(pack, key, linear, entry):
+            yield Exl3PackError(
+                found=found,
+                expected=f"{expected}, as tensor_storage in quantization_config.json says",
+                where=f"{key} in {linear.trellis.file if linear else pack.source}",
+                remedy="The file and quantization_config.json are of different packs: fetch both from one revision.",
+            )
+
+
+def _contradictions(
+    pack: Pack, key: str, linear: StoredLinear | None, entry: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What the headers say and what the entry says, where the two differ."""
+    if linear is None:
+        if entry.get("quant_format") == "exl3" and key in pack.dense:
+            yield "a dense .weight", "an EXL3 linear"
+    else:
+        bits = entry.get("bits_per_weight")
+        if isinstance(bits, int | float) and bits != linear.bits:
+            yield f"K = {linear.bits:g} from trellis {list(linear.trellis.shape)}", f"K = {bits:g}"
+        for leaf, (codebook, multiplier) in MARKERS.items():
+            value = entry.get(f"{leaf}_multiplier")
+            if isinstance(value, int) and (value & 0xFFFFFFFF != multiplier or linear.codebook is not codebook):
+                yield f"codebook {linear.codebook.label}", f"{leaf} with multiplier 0x{value & 0xFFFFFFFF:08X}"
+    stored = entry.get("stored_tensors")
+    for name, described in stored.items() if isinstance(stored, Mapping) else ():
+        shape = described.get("shape") if isinstance(described, Mapping) else None
+        tensor = pack.tensors.get(name)
+        if tensor is not None and isinstance(shape, list) and tuple(shape) != tensor.shape:
+            yield f"shape {list(tensor.shape)} of {name}", f"{shape}"
+
+
+def claim_warnings(pack: Pack) -> Iterator[str]:
+    """Metadata that disagrees with the headers, and metadata that is not there."""
+    differences = [*_summary_differences(pack)]
+    if differences:
+        yield f"metadata disagrees with the tensors, which are served as stored: {'; '.join(differences)}"
+    if not declared_blocks(pack.config):
+        yield (
+            "config.json has no quantization_config, so vLLM takes this pack for an unquantized model: "
+            "start it with --quantization exl3"
+        )
+    absent = [name for _, entry in pack.ledger() for name in _stored(entry) if name not in pack.tensors]
+    if absent:
+        yield f"tensor_storage lists {len(absent)} tensors that no file holds: {', '.join(absent[:3])}"
+
+
+def _stored(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    stored = entry.get("stored_tensors")
+    return stored if isinstance(stored, Mapping) else {}
+
+
+def _summary_differences(pack: Pack) -> Iterator[str]:
+    declared = pack.quantization
+    body, head = body_and_head(pack)
+    bits = declared.get("bits")
+    if isinstance(bits, int | float) and body and not _agrees(float(bits), body):
+        yield f"bits {bits:g} (headers: {mean_bits(body):.2f} on average)"
+    head_bits = declared.get("head_bits")
+    if isinstance(head_bits, int | float) and head and any(linear.bits != head_bits for linear in head):
+        yield f"head_bits {head_bits:g} (headers: {', '.join(f'{linear.bits:g}' for linear in head)})"
+    codebook = declared.get("codebook")
+    used = Counter(linear.codebook.label for linear in pack.linears.values())
+    if isinstance(codebook, str) and used and set(used) != {codebook.lower()}:
+        yield f"codebook {codebook} (headers: {', '.join(sorted(used))})"
+    yield from _layer_differences(pack, declared.get("layer_bits"))
+    yield from _module_differences(pack, declared.get("non_routed_exl3"))
+
+
+def _agrees(bits: float, body: list[StoredLinear]) -> bool:
+    """The declared value is the average, or, as other tools write it, the commonest K of the experts."""
+    experts = Counter(linear.bits for linear in body if ".experts." in linear.key)
+    return abs(bits - mean_bits(body)) <= _TOLERANCE or bool(experts and experts.most_common(1)[0][0] == bits)
+
+
+def _layer_differences(pack: Pack, layer_bits: object) -> Iterator[str]:
+    """``layer_bits``: layer index to the K of its routed experts."""
+    if not isinstance(layer_bits, Mapping):
+        return
+    stored: dict[str, set[float]] = {}
+    for group in pack.experts.values():
+        if match := _LAYER.search(f"{group.key}."):
+            keys = (key for roles in group.members.values() for key in roles.values())
+            stored.setdefault(match[1], set()).update(pack.linears[key].bits for key in keys)
+    for layer, bits in layer_bits.items():
+        found = stored.get(str(layer))
+        if found and found != {bits}:
+            yield f"layer_bits {layer}: {bits} (headers: {', '.join(f'{value:g}' for value in sorted(found))})"
+
+
+def _module_differences(pack: Pack, spec: object) -> Iterator[str]:
+    """``non_routed_exl3.layers``: module to ``{"bits": K}``, under any of several spellings of its name."""
+    layers = spec.get("layers") if isinstance(spec, Mapping) else None
+    for key, entry in layers.items() if isinstance(layers, Mapping) else ():
+        linear = pack.linears.get(str(key))
+        bits = entry.get("bits") if isinstance(entry, Mapping) else None
+        if linear is not None and isinstance(bits, int | float) and bits != linear.bits:
+            yield f"non_routed_exl3.layers {key}: {bits:g} (headers: {linear.bits:g})"
+
+
+def body_and_head(pack: Pack) -> tuple[list[StoredLinear], list[StoredLinear]]:
+    """The linears that ``bits`` averages over, and the heads; draft layers are in neither."""
+    skipper = Skipper(pack)
+    body: list[StoredLinear] = []
+    head: list[StoredLinear] = []
+    for key, linear in pack.linears.items():
+        if key.rpartition(".")[2] == "lm_head":
+            head.append(linear)
+        elif not skipper.is_mtp(key):
+            body.append(linear)
+    return body, head
+
+
+def mean_bits(linears: list[StoredLinear]) -> float:
+    """Trellis bits per weight over some linears, each weight counted once."""
+    weights = [linear.in_features * linear.out_features for linear in linears]
+    return sum(linear.bits * size for linear, size in zip(linears, weights, strict=True)) / sum(weights)

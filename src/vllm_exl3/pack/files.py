@@ -1,0 +1,75 @@
+"""Which files of a pack hold weights, and what to say when they are not all there."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.metadata import declared_blocks
+from vllm_exl3.pack.source import Source
+
+if TYPE_CHECKING:
+    from vllm_exl3.pack.pack import Pack
+
+__all__ = ["missing_file_fault", "no_trellis_fault", "weight_files"]
+
+_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+
+_OTHER_FORMATS = (
+    (".q_weight", "EXL2 (ExLlamaV2)"),
+    (".qweight", "GPTQ or AWQ"),
+    (".weight_packed", "compressed-tensors"),
+    (".weight_scale_inv", "block FP8"),
+    (".weight_scale", "FP8 or NVFP4"),
+)
+
+
+def weight_files(names: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The safetensors files to read, and those left aside with the reason."""
+    found = [name for name in names if name.endswith(".safetensors")]
+    ignored = {name: "the source's own layout beside the Hugging Face one" for name in found if _consolidated(name)}
+    if len(ignored) == len(found):
+        ignored = {}
+    return tuple(name for name in found if name not in ignored), ignored
+
+
+def _consolidated(name: str) -> bool:
+    return name.startswith("consolidated")
+
+
+def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
+    """The fault of a pack whose index or file numbering names files that are not there."""
+    wanted = dict.fromkeys((pack.index or {}).values(), "model.safetensors.index.json")
+    for name in pack.files:
+        if match := _NUMBERED.match(name):
+            count = int(match["count"])
+            for number in range(1, count + 1):
+                wanted.setdefault(f"{match['stem']}-{number:05d}-of-{count:05d}.safetensors", f"the name {name}")
+    missing = sorted(set(wanted) - set(pack.files) - set(pack.ignored_files))
+    if not missing:
+        return None
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return Exl3PackError(
+        found=f"no {', '.join(missing[:3])}{more}",
+        expected=f"every file that {wanted[missing[0]]} refers to",
+        where=pack.source,
+        remedy="Fetch the missing files; if the index is from another revision, fetch the index too.",
+    )
+
+
+def no_trellis_fault(files: Source, tensors: Mapping[str, object], config: Mapping[str, Any]) -> Exl3PackError:
+    """The fault of a place that holds no EXL3 tensor at all, naming what it holds instead."""
+    branches = files.branches() if hasattr(files, "branches") else []
+    if not tensors:
+        found = "no *.safetensors"
+        if any(name.endswith(".gguf") for name in files.names()):
+            found = "GGUF files and no *.safetensors"
+    else:
+        kinds = [label for suffix, label in _OTHER_FORMATS if any(name.endswith(suffix) for name in tensors)]
+        methods = [str(block.get("quant_method")) for _, block in declared_blocks(config) if block.get("quant_method")]
+        what = f"tensors of {kinds[0]}" if kinds else f"{len(tensors)} tensors and no trellis"
+        found = what + (f", quant_method {methods[0]!r}" if methods else "")
+    remedy = "Give the folder or repository of an EXL3 pack (tensors named *.trellis)."
+    if branches:
+        remedy = f"EXL3 repositories keep one branch per bit rate; pass --revision with one of: {', '.join(branches)}."
+    return Exl3PackError(found=found, expected="EXL3 tensors (*.trellis)", where=files.label, remedy=remedy)

@@ -1,0 +1,325 @@
+"""From a vLLM module prefix to the stored tensors that fill it, and what is left over.
+
+vLLM renames (weights mappers), fuses (q/k/v, gate/up), nests (multimodal wrappers) and renumbers
+(MTP layers after the main stack). A name is looked up exactly first; the tolerant look-up drops
+wrapper components and must end at one candidate, else it is an error that lists them.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_exl3.pack.assemble import EXPERT
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.skip import Skipper, main_layers
+from vllm_exl3.pack.stored import ExpertGroup, StoredLinear, StoredNgramTable, StoredRowTable, StoredTensor
+
+__all__ = ["NameResolver", "Part", "Resolution"]
+
+WRAPPERS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "base_model"})
+"""Leading components that only say which wrapper class holds the text model."""
+
+EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
+HEAD_NAMES = ("lm_head", "embed_out", "output")
+
+SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "qkv_proj": (("q_proj", "k_proj", "v_proj"),),
+    "qkv": (("q", "k", "v"), ("q_proj", "k_proj", "v_proj")),
+    "query_key_value": (("q_proj", "k_proj", "v_proj"),),
+    "gate_up_proj": (("gate_proj", "up_proj"),),
+    "kv_proj": (("k_proj", "v_proj"), ("key_proj", "value_proj")),
+    "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
+    "in_proj_ba": (("in_proj_b", "in_proj_a"),),
+    "fused_qkv_a_proj": (("q_a_proj", "kv_a_proj_with_mqa"),),
+}
+"""Unfused names that exllamav3 stores where the source model, and so vLLM's class, has a fused one."""
+
+_SLICE = re.compile(r"^(?P<key>.+)\.slice\.(?P<index>\d+)$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
+_SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored module: an EXL3 linear, a dense weight, or the slices of one wide linear.
+
+    Attributes:
+        key: the module's key in the checkpoint.
+        linear: its EXL3 form, or None.
+        dense: its plain ``.weight``, or None.
+        slices: the EXL3 linears ``key.slice.0`` …, in order; empty for an unsliced module.
+        slice_axis: whether the slices follow each other along the outputs (gate, up) or the inputs (down).
+    """
+
+    key: str
+    linear: StoredLinear | None
+    dense: StoredTensor | None
+    slices: tuple[StoredLinear, ...] = ()
+    slice_axis: Literal["in", "out"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The stored modules that fill one vLLM module, in the order of its output columns."""
+
+    prefix: str
+    parts: tuple[Part, ...]
+
+    @property
+    def linears(self) -> tuple[StoredLinear, ...]:
+        """The EXL3 linears among the parts."""
+        return tuple(part.linear for part in self.parts if part.linear is not None)
+
+
+def _identity(name: str) -> str | None:
+    return name
+
+
+class NameResolver:
+    """Resolves vLLM module prefixes against one pack and records what has been claimed.
+
+    Args:
+        pack: the opened pack.
+        map_name: vLLM's renaming of checkpoint tensor names; None drops a tensor.
+        packed_modules: vLLM's ``packed_modules_mapping``, fused name to the names it packs.
+        draft: whether the model being built is the pack's own MTP draft, not its main model.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        map_name: Callable[[str], str | None] = _identity,
+        packed_modules: Mapping[str, Sequence[str]] | None = None,
+        *,
+        draft: bool = False,
+    ) -> None:
+        self.pack = pack
+        self.draft = draft
+        self._packed = dict(packed_modules or {})
+        self._skipper = Skipper(pack)
+        self._main_layers = main_layers(pack.config)
+        self._exact: defaultdict[str, list[str]] = defaultdict(list)
+        self._loose: defaultdict[str, list[str]] = defaultdict(list)
+        self._slices: defaultdict[str, dict[int, StoredLinear]] = defaultdict(dict)
+        self._experts: dict[str, ExpertGroup] = {}
+        self._dropped: set[str] = set()
+        self._claimed: set[str] = set()
+        self._asked: list[str] = []
+        self._fill(map_name)
+
+    def resolve(self, prefix: str) -> Resolution | None:
+        """The stored modules for the vLLM module ``prefix``; '' means the token embedding.
+
+        Returns:
+            The parts in the order that vLLM fuses them, or None when the pack has nothing for it.
+
+        Raises:
+            Exl3PackError: the name fits several modules, or only some parts of a fused one are stored.
+        """
+        self._asked.append(prefix)
+        keys = self._keys(prefix)
+        if keys is None:
+            return None
+        self._claimed.update(keys)
+        return Resolution(prefix, tuple(self._part(key) for key in keys))
+
+    def resolve_embedding(self, prefix: str = "") -> StoredRowTable | StoredNgramTable | None:
+        """The row-coded table for an embedding module, or None when it is dense or absent."""
+        key = self._unique(prefix) if prefix else self._by_leaf(EMBEDDING_NAMES)
+        if key is None:
+            return None
+        return self.pack.embeddings.get(key) or self.pack.ngram_tables.get(key)
+
+    def resolve_experts(self, prefix: str) -> ExpertGroup | None:
+        """The routed experts for ``<mlp>.experts``; every one of their linears counts as claimed."""
+        self._asked.append(prefix)
+        group = self._experts.get(self._canonical_mlp(prefix.removesuffix(".experts")))
+        if group is not None:
+            self._claimed.update(key for roles in group.members.values() for key in roles.values())
+        return group
+
+    def unclaimed(self, skip: Callable[[str], str | None] | None = None) -> list[str]:
+        """EXL3 linears that no module asked for and no rule skips.
+
+        Args:
+            skip: says why a key is left out on purpose (a tower that is not built, another
+                pipeline stage), or None.
+        """
+        return [
+            key
+            for key in self.pack.linears
+            if key not in self._claimed
+            and key not in self._dropped
+            and self._skipper.rule_for_module(key, draft=self.draft) is None
+            and (skip is None or skip(key) is None)
+        ]
+
+    def raise_if_unmatched(self, skip: Callable[[str], str | None] | None = None) -> None:
+        """Refuse a pack whose names and the model's do not meet.
+
+        Raises:
+            Exl3PackError: no module matched, or EXL3 linears remain that nothing claims.
+        """
+        left = self.unclaimed(skip)
+        if not left:
+            return
+        matched = sum(1 for key in self._claimed if key in self.pack.linears)
+        stored = ", ".join(left[:_SAMPLES])
+        asked = [prefix for prefix in self._asked if prefix]
+        unmatched = [prefix for prefix in asked if self._keys_quietly(prefix) is None]
+        samples = ", ".join((unmatched or asked)[:_SAMPLES]) or "none"
+        raise Exl3PackError(
+            found=f"{len(left)} EXL3 linears that no module of the model asks for ({stored}), {matched} matched",
+            expected=f"every one to be asked for; the model's modules without a match: {samples}",
+            where=self.pack.source,
+            remedy="The pack is of another architecture than config.json says, or vLLM's model class names its "
+            "modules in a new way: report it with the output of `vllm-exl3 inspect`.",
+        )
+
+    def _fill(self, map_name: Callable[[str], str | None]) -> None:
+        for key, leaf in self._stored_modules():
+            mapped = map_name(f"{key}.{leaf}")
+            if mapped is None:
+                self._dropped.add(key)
+                continue
+            name = mapped.removesuffix(f".{leaf}")
+            if match := EXPERT.match(name):
+                self._add_expert(key, match["mlp"])
+                continue
+            if (match := _SLICE.match(key)) and (linear := self.pack.linears.get(key)):
+                slices = self._slices[match["key"]]
+                slices[int(match["index"])] = linear
+                if len(slices) == 1:
+                    self._add(match["key"], _SLICE.sub(r"\g<key>", name))
+            else:
+                self._add(key, name)
+
+    def _add(self, key: str, name: str) -> None:
+        self._exact[name].append(key)
+        self._loose[self._canonical(name)].append(key)
+
+    def _stored_modules(self) -> Iterator[tuple[str, str]]:
+        pack = self.pack
+        for modules in (pack.linears, pack.embeddings, pack.ngram_tables):
+            yield from ((key, "trellis") for key in modules)
+        for key in pack.dense:
+            if self._skipper.rule_for_module(key, draft=True) is None:
+                yield key, "weight"
+
+    def _add_expert(self, key: str, mapped_mlp: str) -> None:
+        match = EXPERT.match(key)
+        group = self.pack.experts.get(match["mlp"]) if match else None
+        if group is not None:
+            self._experts[self._canonical_mlp(mapped_mlp)] = group
+
+    def _keys(self, prefix: str) -> tuple[str, ...] | None:
+        if not prefix:
+            key = self._by_leaf(EMBEDDING_NAMES)
+            return None if key is None else (key,)
+        if (key := self._unique(prefix)) is not None:
+            return (key,)
+        for names in self._fusions(prefix):
+            if (keys := self._fused(prefix, names)) is not None:
+                return keys
+        if prefix.rpartition(".")[2] in HEAD_NAMES and (key := self._by_leaf(HEAD_NAMES)) is not None:
+            return (key,)
+        return None
+
+    def _keys_quietly(self, prefix: str) -> tuple[str, ...] | None:
+        try:
+            return self._keys(prefix) if not prefix.endswith(".experts") else ()
+        except Exl3PackError:
+            return None
+
+    def _fusions(self, prefix: str) -> Iterator[tuple[str, ...]]:
+        """Full names of the parts that ``prefix`` may be stored as, vLLM's own mapping first."""
+        for fused, names in self._packed.items():
+            if prefix == fused or prefix.endswith(f".{fused}"):
+                base = prefix[: -len(fused)]
+                yield tuple(base + name for name in names)
+        base, dot, leaf = prefix.rpartition(".")
+        for split in SPLITS.get(leaf, ()):
+            yield tuple(base + dot + name for name in split)
+
+    def _fused(self, prefix: str, names: Sequence[str]) -> tuple[str, ...] | None:
+        keys = [self._unique(name) for name in names]
+        found = {name: key for name, key in zip(names, keys, strict=True) if key is not None}
+        if not found:
+            return None
+        missing = [name for name in names if name not in found]
+        if [name.rpartition(".")[2] for name in missing] == ["v_proj"] and _keys_are_values(self.pack.config):
+            found[missing.pop()] = found[names[1]]  # such layers store k once, and vLLM loads it into v as well
+        if missing:
+            raise Exl3PackError(
+                found=f"only {', '.join(found.values())}",
+                expected=f"also {', '.join(missing)}",
+                where=f"{prefix} in {self.pack.source}",
+                remedy="A file of the pack is missing or of another revision: fetch the pack again.",
+            )
+        return tuple(found[name] for name in names)
+
+    def _unique(self, name: str) -> str | None:
+        candidates = self._exact.get(name) or self._loose.get(self._canonical(name)) or []
+        if len(candidates) > 1:
+            raise Exl3PackError(
+                found=f"{len(candidates)} candidates: {', '.join(candidates[:_SAMPLES])}",
+                expected="one stored module",
+                where=f"{name} in {self.pack.source}",
+                remedy="Two parts of the pack answer to the same name: report it with the output of "
+                "`vllm-exl3 inspect`.",
+            )
+        return candidates[0] if candidates else None
+
+    def _by_leaf(self, leaves: Sequence[str]) -> str | None:
+        """The one stored module outside the layers whose last component is the first leaf that occurs."""
+        for leaf in leaves:
+            keys = [
+                key
+                for name, keys in self._exact.items()
+                if name.rpartition(".")[2] == leaf and not _LAYER.search(name) and not name.startswith("mtp.")
+                for key in keys
+            ]
+            if len(keys) == 1:
+                return keys[0]
+            if keys:
+                shortest = sorted(keys, key=lambda key: key.count("."))
+                if shortest[0].count(".") < shortest[1].count("."):
+                    return shortest[0]  # the text model's own; deeper ones belong to towers
+                return self._ambiguous(leaf, keys)
+        return None
+
+    def _ambiguous(self, leaf: str, keys: Sequence[str]) -> str | None:
+        raise Exl3PackError(
+            found=f"{len(keys)} candidates: {', '.join(keys[:_SAMPLES])}",
+            expected=f"one {leaf}",
+            where=self.pack.source,
+            remedy="Two parts of the pack answer to the same name: report it with the output of `vllm-exl3 inspect`.",
+        )
+
+    def _part(self, key: str) -> Part:
+        if key in self._slices:
+            parts = self._slices[key]
+            axis: Literal["in", "out"] = "in" if key.endswith("down_proj") else "out"
+            return Part(key, None, None, tuple(parts[index] for index in sorted(parts)), axis)
+        return Part(key, self.pack.linears.get(key), self.pack.dense.get(key))
+
+    def _canonical(self, name: str) -> str:
+        """``name`` without wrapper components, MTP layers numbered after the main stack."""
+        parts = name.split(".")
+        if len(parts) > 3 and parts[:2] == ["mtp", "layers"] and parts[2].isdigit() and self._main_layers:
+            parts[:3] = ["layers", str(self._main_layers + int(parts[2]))]
+        while len(parts) > 1 and parts[0] in WRAPPERS:
+            del parts[0]
+        return ".".join(parts)
+
+    def _canonical_mlp(self, name: str) -> str:
+        # gemma-4's class puts a `.moe` component in by itself, outside any mapper.
+        return self._canonical(name).removesuffix(".moe")
+
+
+def _keys_are_values(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    return bool(config.get("attention_k_eq_v") or (isinstance(text, Mapping) and text.get("attention_k_eq_v")))

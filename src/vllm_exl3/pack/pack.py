@@ -1,0 +1,245 @@
+"""`Pack`: one EXL3 checkpoint as its headers describe it.
+
+Opening reads safetensors headers and config.json, never weights. What has been opened once in a
+process is kept by the files' names, sizes and times, so that a draft model's or a second engine's
+configuration gets the same object for the price of a directory listing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_exl3.pack import metadata
+from vllm_exl3.pack.assemble import group_experts, sort_trellises
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.files import missing_file_fault, no_trellis_fault, weight_files
+from vllm_exl3.pack.headers import FileHeader, paused_gc, read_header
+from vllm_exl3.pack.source import LocalFolder, Source
+from vllm_exl3.pack.stored import ExpertGroup, StoredLinear, StoredNgramTable, StoredRowTable, StoredTensor
+
+__all__ = ["Pack"]
+
+INDEX = "model.safetensors.index.json"
+_THREADS = 8
+_KEPT = 4
+_opened: "OrderedDict[tuple[object, ...], Pack]" = OrderedDict()
+
+_NUMPY = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "F32": "<f4",
+    "I64": "<i8",
+    "U64": "<u8",
+    "F64": "<f8",
+}
+
+
+class Pack:
+    """An EXL3 checkpoint, local or on the Hub; made by `Pack.open`.
+
+    Attributes:
+        source: the folder or repository id that it was opened from.
+        commit: the Hub commit that its files belong to, or None for a plain folder.
+        folder: the local folder that holds every file, or None.
+        config: config.json.
+        files: the headers by file name.
+        tensors: every stored tensor by name.
+        linears: EXL3 linears by module key.
+        embeddings: row-coded token embeddings by module key.
+        ngram_tables: row-coded n-gram tables by module key.
+        dense: the ``.weight`` of every module that has no trellis, by module key.
+        nbytes: bytes of all tensors.
+    """
+
+    def __init__(self, source: str, files: Source, *, reopen: tuple[object, ...]) -> None:
+        self.source = source
+        self.commit = files.commit
+        self.folder = files.folder
+        self.remarks = files.remarks
+        self._files = files
+        self._reopen = reopen
+        self.names = files.names()
+        names, self.ignored_files = weight_files(self.names)
+        if not names:
+            raise no_trellis_fault(files, {}, {})
+        self.config: Mapping[str, Any] = self._json("config.json") or {}
+        with ThreadPoolExecutor(1 if files.folder else _THREADS) as pool:
+            self.files: Mapping[str, FileHeader] = dict(zip(names, pool.map(self._header, names), strict=True))
+        with paused_gc():
+            self.tensors: Mapping[str, StoredTensor] = self._collect()
+            self._assemble()
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @classmethod
+    def open(
+        cls,
+        source: str | Path,
+        revision: str | None = None,
+        *,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> "Pack":
+        """Open a local folder or a Hub repository; headers only.
+
+        Args:
+            source: a folder, or a repository id such as ``owner/name``.
+            revision: branch, tag or commit of a repository; ignored for a folder.
+            token: Hub token; None uses the stored one, False none.
+            cache_dir: the Hub cache to look into, by default huggingface_hub's own.
+
+        Raises:
+            Exl3PackError: there is no pack, its files are damaged, or tensors that form one linear
+                contradict each other.
+        """
+        files = _source(source, revision, token, cache_dir)
+        state = files.state()
+        pack = _opened.get(state)
+        if pack is None:
+            pack = cls(str(source), files, reopen=(str(source), files.commit or revision, cache_dir))
+            _opened[state] = pack
+        _opened.move_to_end(state)
+        while len(_opened) > _KEPT:
+            _opened.popitem(last=False)
+        return pack
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """Read one tensor; BF16 comes as float32. Meant for markers and other small ones.
+
+        Raises:
+            Exl3PackError: the pack has no such tensor, or numpy has no such dtype.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.dtype not in _NUMPY:
+            raise Exl3PackError(
+                found="no such tensor" if tensor is None else f"dtype {tensor.dtype}",
+                expected="a stored tensor of a dtype that numpy knows",
+                where=f"{name} in {self.source}",
+                remedy="`vllm-exl3 inspect` lists what the pack holds.",
+            )
+        data = self._files.read(tensor.file, tensor.start, tensor.nbytes)
+        values = np.frombuffer(data, _NUMPY[tensor.dtype]).reshape(tensor.shape)
+        if tensor.dtype == "BF16":
+            return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return values
+
+    def read_many(self, tensors: Sequence[StoredTensor]) -> list[bytes]:
+        """The raw bytes of many small tensors, such as all markers."""
+        return self._files.read_many([(tensor.file, tensor.start, tensor.nbytes) for tensor in tensors])
+
+    @cached_property
+    def quantization(self) -> Mapping[str, Any]:
+        """What config.json and quantization_config.json declare, merged, without the tensor ledger."""
+        text = self._text(metadata.SIDECAR)
+        sidecar = metadata.sidecar_head(text, self._place(metadata.SIDECAR)) if text is not None else {}
+        return metadata.merge_blocks(self.config, sidecar)
+
+    @cached_property
+    def index(self) -> Mapping[str, str] | None:
+        """Tensor name to file name as the index claims, or None without an index."""
+        index = self._json(INDEX)
+        if index is None:
+            return None
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise Exl3PackError(
+                found="no weight_map",
+                expected="an object that maps tensors to files",
+                where=self._place(INDEX),
+                remedy="Fetch the index again, or delete it: the headers say where each tensor lies.",
+            )
+        return weight_map
+
+    @cached_property
+    def experts(self) -> Mapping[str, ExpertGroup]:
+        """Routed experts by MLP key, whichever naming scheme the pack uses."""
+        return group_experts(self.linears)
+
+    def ledger(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Records of ``tensor_storage``: module key and entry, streamed."""
+        text = self._text(metadata.SIDECAR)
+        if text is not None:
+            yield from metadata.ledger_entries(text, self._place(metadata.SIDECAR))
+
+    def _header(self, name: str) -> FileHeader:
+        return read_header(name, self._files.size(name), lambda start, length: self._files.read(name, start, length))
+
+    def _collect(self) -> dict[str, StoredTensor]:
+        tensors: dict[str, StoredTensor] = {}
+        for file, header in self.files.items():
+            if tensors and (twice := tensors.keys() & header.tensors.keys()):
+                name = min(twice)
+                raise Exl3PackError(
+                    found=f"the same tensor in {tensors[name].file} and {file} ({len(twice)} such tensors)",
+                    expected="each tensor in one file",
+                    where=f"{name} in {self.source}",
+                    remedy="One of the files is left over from another revision: delete it, or fetch the pack again.",
+                )
+            tensors.update(header.tensors)
+        return tensors
+
+    def _assemble(self) -> None:
+        try:
+            linears, embeddings, tables = sort_trellises(self.tensors)
+        except Exl3PackError:
+            # A linear whose parts lie in two files looks broken when one is absent: name the cause.
+            if fault := missing_file_fault(self):
+                raise fault from None
+            raise
+        if not (linears or embeddings or tables):
+            raise missing_file_fault(self) or no_trellis_fault(self._files, self.tensors, self.config)
+        self.linears: Mapping[str, StoredLinear] = linears
+        self.embeddings: Mapping[str, StoredRowTable] = embeddings
+        self.ngram_tables: Mapping[str, StoredNgramTable] = tables
+        self.dense: Mapping[str, StoredTensor] = {
+            key: tensor
+            for name, tensor in self.tensors.items()
+            if name.endswith(".weight") and (key := name[: -len(".weight")]) not in linears and key not in embeddings
+        }
+
+    def _text(self, name: str) -> str | None:
+        if name not in self.names:
+            return None
+        return self._files.read(name, 0, self._files.size(name)).decode(errors="replace")
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        text = self._text(name)
+        return None if text is None else metadata.parse_object(text.encode(), self._place(name))
+
+    def _place(self, name: str) -> str:
+        return f"{name} in {self.source}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Headers of a large pack take longer to pickle than to read again; a token must not travel at all.
+        return (_open_again, self._reopen)
+
+    def __repr__(self) -> str:
+        return f"Pack({self.source!r}, {self.commit}, {len(self.tensors)} tensors, {len(self.linears)} linears)"
+
+
+def _open_again(source: str, revision: str | None, cache_dir: str | Path | None) -> Pack:
+    return Pack.open(source, revision, cache_dir=cache_dir)
+
+
+def _source(source: str | Path, revision: str | None, token: str | bool | None, cache_dir: str | Path | None) -> Source:
+    path = Path(source).expanduser()
+    if path.is_dir() or isinstance(source, Path):
+        return LocalFolder(path)
+    from vllm_exl3.pack.hub import HubRepository, is_repository_id, open_repository
+
+    if not is_repository_id(source):
+        return LocalFolder(path)  # which says that there is no such folder
+    repository: HubRepository | LocalFolder = open_repository(source, revision, token, cache_dir)
+    return repository

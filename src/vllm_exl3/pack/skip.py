@@ -1,0 +1,161 @@
+"""What is not served on purpose, each under a named rule, and what nobody accounts for.
+
+Nothing may vanish silently: `classify` sorts every stored byte into served, skipped under a rule,
+or unknown, and `vllm-exl3 inspect` shows the three.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_exl3.pack.assemble import LINEAR_LEAVES, NGRAM_EXTRA
+from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.stored import StoredTensor
+
+__all__ = ["RULES", "Accounts", "Rule", "Skipper", "classify", "main_layers"]
+
+_LAYER = re.compile(r"^(?:model\.|language_model\.|transformer\.)*layers\.(\d+)\.")
+_SPLIT_QKV = re.compile(r"^(?P<attention>.+\.attn)\.(?:q|k|v|q_proj|k_proj|v_proj)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A reason to leave stored tensors unread.
+
+    Attributes:
+        name: what `inspect` shows.
+        reason: why leaving them out is right.
+        matches: whether it applies to a tensor, given its module key.
+        speculation: whether the tensors are wanted once speculative decoding is on.
+    """
+
+    name: str
+    reason: str
+    matches: Callable[["Skipper", str, str], bool]
+    speculation: bool = False
+
+
+def _alignment_filler(_: "Skipper", key: str, leaf: str) -> bool:
+    return key.startswith("__align_pad__")
+
+
+def _mtp(skipper: "Skipper", key: str, leaf: str) -> bool:
+    return skipper.is_mtp(key)
+
+
+def _duplicated_vision(skipper: "Skipper", key: str, leaf: str) -> bool:
+    match = _SPLIT_QKV.match(key)
+    return match is not None and skipper.has_module(f"{match['attention']}.qkv")
+
+
+def _superseded(skipper: "Skipper", key: str, leaf: str) -> bool:
+    return leaf == "weight" and (key in skipper.pack.linears or key in skipper.pack.embeddings)
+
+
+def _rotary(_: "Skipper", key: str, leaf: str) -> bool:
+    return leaf in ("inv_freq", "cos_cached", "sin_cached")
+
+
+RULES = (
+    Rule("alignment filler", "padding that lets other servers map the file; holds no weights", _alignment_filler),
+    Rule("MTP without speculation", "draft layers, read only with --speculative-config", _mtp, speculation=True),
+    Rule("duplicated vision attention", "q, k, v stored again beside the fused qkv", _duplicated_vision),
+    Rule("dense copy of an EXL3 module", "a .weight left beside a trellis; the trellis is served", _superseded),
+    Rule("rotary buffer", "computed by vLLM itself", _rotary),
+)
+"""Every rule, in the order they are tried."""
+
+
+class Skipper:
+    """Applies the rules to the tensors of one pack."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        self._main_layers = main_layers(pack.config)
+
+    def rule_for_module(self, key: str, *, draft: bool = False) -> Rule | None:
+        """The rule that skips a whole module; with ``draft`` speculation is on."""
+        return self._rule(key, "", draft)
+
+    def rule_for_tensor(self, name: str, *, draft: bool = False) -> Rule | None:
+        """The rule that skips one tensor; with ``draft`` speculation is on."""
+        key, _, leaf = name.rpartition(".")
+        return self._rule(key, leaf, draft)
+
+    def is_mtp(self, key: str) -> bool:
+        """Whether a module belongs to draft layers stored after the main stack or under ``mtp``."""
+        if key.startswith(("mtp.", "model.mtp.")):
+            return True
+        match = _LAYER.match(f"{key}.")
+        return match is not None and bool(self._main_layers) and int(match[1]) >= self._main_layers
+
+    def has_module(self, key: str) -> bool:
+        """Whether the pack stores this module, quantized or not."""
+        return key in self.pack.linears or key in self.pack.dense
+
+    def _rule(self, key: str, leaf: str, draft: bool) -> Rule | None:
+        for rule in RULES:
+            if not (draft and rule.speculation) and rule.matches(self, key, leaf):
+                return rule
+        return None
+
+
+@dataclass
+class Accounts:
+    """Every stored byte of a pack by what becomes of it.
+
+    Attributes:
+        served: class of tensor (``EXL3 linears``, ``dense`` …) to bytes.
+        skipped: rule name to the tensors that it skips.
+        unknown: tensors that nobody accounts for.
+        ignored_files: files left unopened, with the reason.
+    """
+
+    served: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    unknown: list[StoredTensor] = field(default_factory=list)
+    ignored_files: Mapping[str, str] = field(default_factory=dict)
+
+
+def classify(pack: Pack, *, speculation: bool = False) -> Accounts:
+    """Sort every stored tensor into served, skipped under a rule, or unknown."""
+    accounts = Accounts(ignored_files=pack.ignored_files)
+    skipper = Skipper(pack)
+    for name, tensor in pack.tensors.items():
+        key, _, leaf = name.rpartition(".")
+        if rule := skipper.rule_for_tensor(name, draft=speculation):
+            accounts.skipped.setdefault(rule.name, []).append(tensor)
+        elif kind := _served_as(pack, key, leaf, tensor):
+            accounts.served[kind] = accounts.served.get(kind, 0) + tensor.nbytes
+        else:
+            accounts.unknown.append(tensor)
+    return accounts
+
+
+def _served_as(pack: Pack, key: str, leaf: str, tensor: StoredTensor) -> str | None:
+    kind = None
+    if key in pack.linears:
+        if leaf in LINEAR_LEAVES:
+            kind = "EXL3 experts" if ".experts." in key else "EXL3 linears"
+    elif key in pack.embeddings:
+        if leaf in ("trellis", "signs"):
+            kind = "EXL3 embeddings"
+    elif _ngram_owner(pack, key):
+        if leaf in ("trellis", "head_bias", *NGRAM_EXTRA):
+            kind = "EXL3 n-gram tables"
+    elif tensor.dtype in ("F16", "BF16", "F32", "F64", "I64", "I32", "BOOL") and leaf not in LINEAR_LEAVES[:-1]:
+        kind = "dense"
+    return kind
+
+
+def _ngram_owner(pack: Pack, key: str) -> bool:
+    return key in pack.ngram_tables or key.rpartition(".shard_")[0] in pack.ngram_tables
+
+
+def main_layers(config: Mapping[str, Any]) -> int:
+    """Decoder layers of the main model, or 0 when config.json does not say."""
+    for holder in (config.get("text_config"), config.get("llm_config"), config):
+        if isinstance(holder, Mapping) and isinstance(holder.get("num_hidden_layers"), int):
+            return int(holder["num_hidden_layers"])
+    return 0
