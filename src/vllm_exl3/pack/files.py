@@ -59,7 +59,7 @@ def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
 
 def no_trellis_fault(files: Source, tensors: Mapping[str, object], config: Mapping[str, Any]) -> Exl3PackError:
     """The fault of a place that holds no EXL3 tensor at all, naming what it holds instead."""
-    branches = files.branches() if hasattr(files, "branches") else []
+    branches = files.branches()
     if not tensors:
         found = "no *.safetensors"
         if any(name.endswith(".gguf") for name in files.names()):

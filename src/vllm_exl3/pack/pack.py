@@ -76,6 +76,7 @@ class Pack:
         if not names:
             raise no_trellis_fault(files, {}, {})
         self.config: Mapping[str, Any] = self._json("config.json") or {}
+        # Parsing holds the interpreter lock: threads help only where a network answers.
         with ThreadPoolExecutor(1 if files.folder else _THREADS) as pool:
             self.files: Mapping[str, FileHeader] = dict(zip(names, pool.map(self._header, names), strict=True))
         with paused_gc():
@@ -212,7 +213,7 @@ class Pack:
     def _text(self, name: str) -> str | None:
         if name not in self.names:
             return None
-        return self._files.read(name, 0, self._files.size(name)).decode(errors="replace")
+        return self._files.whole(name).decode(errors="replace")
 
     def _json(self, name: str) -> dict[str, Any] | None:
         text = self._text(name)
@@ -237,9 +238,8 @@ def _source(source: str | Path, revision: str | None, token: str | bool | None, 
     path = Path(source).expanduser()
     if path.is_dir() or isinstance(source, Path):
         return LocalFolder(path)
-    from vllm_exl3.pack.hub import HubRepository, is_repository_id, open_repository
+    from vllm_exl3.pack.hub import is_repository_id, open_repository  # huggingface_hub takes a while to import
 
     if not is_repository_id(source):
         return LocalFolder(path)  # which says that there is no such folder
-    repository: HubRepository | LocalFolder = open_repository(source, revision, token, cache_dir)
-    return repository
+    return open_repository(source, revision, token, cache_dir)

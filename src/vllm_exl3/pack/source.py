@@ -44,6 +44,12 @@ class Source(Protocol):
     def read_many(self, ranges: Sequence[Range]) -> list[bytes]:
         """Many small ranges, in order."""
 
+    def whole(self, name: str) -> bytes:
+        """All bytes of one text file."""
+
+    def branches(self) -> list[str]:
+        """Branches to choose from, for messages; empty for a plain folder."""
+
     def state(self) -> tuple[object, ...]:
         """Equal for two sources exactly if they hold the same files in the same state."""
 
@@ -51,8 +57,10 @@ class Source(Protocol):
 class LocalFolder:
     """A folder on disk, such as a download or a snapshot of the Hub cache."""
 
-    def __init__(self, folder: Path, *, commit: str | None = None, remarks: tuple[str, ...] = ()) -> None:
-        self.label = str(folder)
+    def __init__(
+        self, folder: Path, *, label: str = "", commit: str | None = None, remarks: tuple[str, ...] = ()
+    ) -> None:
+        self.label = label or str(folder)
         self.folder: Path | None = folder
         self.commit = commit
         self.remarks = remarks
@@ -109,6 +117,14 @@ class LocalFolder:
         if short:
             self.read(*short[0])  # which raises with the place
         return [found[item] for item in ranges]
+
+    def whole(self, name: str) -> bytes:
+        """All bytes of one text file."""
+        return (self._root / name).read_bytes()
+
+    def branches(self) -> list[str]:
+        """A folder has none."""
+        return []
 
     def state(self) -> tuple[object, ...]:
         """Path, size and modification time of every file."""
