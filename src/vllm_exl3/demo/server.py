@@ -19,6 +19,9 @@ __all__ = ["Server", "ServerError", "choose_port", "signals_as_exit", "vllm_comm
 
 _HOST = "127.0.0.1"
 
+PATIENCE = (10.0, 5.0, 10.0)
+"""Seconds to wait after asking the first process to end, after asking all, and after killing them."""
+
 
 class ServerError(RuntimeError):
     """The server did not start, or died; the message ends with what it last said."""
@@ -152,11 +155,8 @@ class Server:
             return
         with _interrupts_held():
             leader = self._process.pid
-            for number, only_leader, patience in (
-                (signal.SIGTERM, True, 10.0),
-                (signal.SIGTERM, False, 5.0),
-                (signal.SIGKILL, False, 10.0),
-            ):
+            steps = ((signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGKILL, False))
+            for (number, only_leader), patience in zip(steps, PATIENCE, strict=True):
                 self._remember_children()
                 for process in self.survivors():
                     if only_leader and process.pid != leader:
