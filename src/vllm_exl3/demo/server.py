@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,8 @@ import psutil
 __all__ = ["Server", "ServerError", "choose_port", "signals_as_exit", "vllm_command"]
 
 _HOST = "127.0.0.1"
+
+_EXCEPTION = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
 
 PATIENCE = (10.0, 5.0, 10.0)
 """Seconds to wait after asking the first process to end, after asking all, and after killing them."""
@@ -121,14 +124,14 @@ class Server:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise ServerError(f"the server exited with status {self._process.returncode}.\n{self.log_end()}")
+                raise ServerError(f"the server exited with status {self._process.returncode}.\n{self.last_words()}")
             if self._healthy():
                 return
             self._remember_children()
             lines = self.log_text().splitlines()
             waiting(lines[-1] if lines else "")
             time.sleep(0.5)
-        raise ServerError(f"the server was not healthy after {seconds:.0f} s.\n{self.log_end()}")
+        raise ServerError(f"the server was not healthy after {seconds:.0f} s.\n{self.last_words()}")
 
     def _healthy(self) -> bool:
         try:
@@ -141,9 +144,11 @@ class Server:
         """All that the server wrote so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def log_end(self, lines: int = 40) -> str:
-        """The last lines of the log, headed by its path."""
-        return "\n".join([f"The end of {self.log}:", *self.log_text().splitlines()[-lines:]])
+    def last_words(self, lines: int = 12) -> str:
+        """What an error message quotes of the log: the exceptions in it, first one first, and how it ends."""
+        text = self.log_text()
+        raised = list(dict.fromkeys(match.group() for match in _EXCEPTION.finditer(text)))[:5]
+        return "\n".join([f"From {self.log}:", *(f"  {line}" for line in raised), "  ...", *text.splitlines()[-lines:]])
 
     def stop(self) -> None:
         """End the server and every process it started: asks the first one, then all, then kills.
