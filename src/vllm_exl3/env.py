@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["LINEAR_KERNEL", "VARIABLES", "Variable"]
+__all__ = ["LINEAR_KERNEL", "MOE_KERNEL", "VARIABLES", "Variable"]
 
 T = TypeVar("T")
 
@@ -67,5 +67,12 @@ LINEAR_KERNEL = Variable(
     "Which kernels serve the linears: auto takes the fastest that runs here; reference is plain PyTorch, for comparison.",
 )
 
-VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL,)  # type: ignore[assignment]
+MOE_KERNEL = Variable(
+    "VLLM_EXL3_MOE_KERNEL",
+    "auto",
+    _choice("auto", "native", "exllamav3", "reference"),
+    "Which kernels serve routed experts: auto takes the fastest that runs here; reference is plain PyTorch.",
+)
+
+VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL, MOE_KERNEL)  # type: ignore[assignment]
 """All of them, for the doctor and the documentation."""

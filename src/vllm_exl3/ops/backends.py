@@ -14,13 +14,16 @@ from typing import Any
 
 from vllm_exl3 import env
 
-__all__ = ["Backend", "Choice", "calls", "count_call", "register_backend", "reset_calls", "select"]
+__all__ = ["Backend", "Choice", "calls", "count_call", "find", "register_backend", "reset_calls", "select"]
 
 _MODULES = {
-    "cpu": ("vllm_exl3.cpu.backend",),
+    "cpu": ("vllm_exl3.cpu.backend", "vllm_exl3.cpu.moe"),
     "cuda": ("vllm_exl3.cuda.backend",),
 }
 """Modules that register backends for a device type; imported at the first `select` for it."""
+
+_VARIABLES = {"moe": env.MOE_KERNEL}
+"""Which environment variable chooses an op's backend, where it is not that of the linears."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Backend:
     Attributes:
         op: the op's name, such as ``linear``.
         device: the torch device type it runs on.
-        name: what the report and ``VLLM_EXL3_LINEAR_KERNEL`` call it.
+        name: what the report and the environment variables call it.
         function: takes the op's arguments.
         unavailable: returns why it cannot run in this process, or None when it can.
     """
@@ -73,7 +76,7 @@ def select(op: str, device: str, reference: Callable[..., Any]) -> Choice:
         reference: the op's plain PyTorch implementation, which runs anywhere.
 
     Raises:
-        RuntimeError: ``VLLM_EXL3_LINEAR_KERNEL`` names a backend that cannot run here.
+        RuntimeError: ``VLLM_EXL3_LINEAR_KERNEL`` (``…_MOE_KERNEL``) names a backend that cannot run here.
     """
     choice = _choices.get((op, device))
     if choice is None:
@@ -84,20 +87,26 @@ def select(op: str, device: str, reference: Callable[..., Any]) -> Choice:
     return choice
 
 
+def find(op: str, device: str, name: str) -> Backend | None:
+    """A registered backend by name, whether or not it is the one that is chosen."""
+    return next((backend for backend in _backends.get((op, device), ()) if backend.name == name), None)
+
+
 def _choose(op: str, device: str, reference: Callable[..., Any]) -> Choice:
-    wanted = env.LINEAR_KERNEL.get()
+    variable = _VARIABLES.get(op, env.LINEAR_KERNEL)
+    wanted = variable.get()
     plain = Backend(op, device, "reference", reference, lambda: None)
     declined: dict[str, str] = {}
     for backend in [*_backends.get((op, device), []), plain]:
         if wanted not in ("auto", backend.name):
-            declined[backend.name] = f"VLLM_EXL3_LINEAR_KERNEL={wanted}"
+            declined[backend.name] = f"{variable.name}={wanted}"
         elif (reason := backend.unavailable()) is not None:
             declined[backend.name] = reason
         else:
             return Choice(backend, declined)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in declined.items())
     raise RuntimeError(
-        f"VLLM_EXL3_LINEAR_KERNEL={wanted} cannot serve {op} on {device} ({reasons}). "
+        f"{variable.name}={wanted} cannot serve {op} on {device} ({reasons}). "
         "Set it to auto, or install what the reason names."
     )
 

@@ -1,0 +1,181 @@
+"""The MoE op: every token through its top-k experts, weighted and summed.
+
+``torch.ops.vllm_exl3.moe(x, topk_weights, topk_ids, expert_map, w13_*, w2_*, table, …)``
+
+y[t] = Σ_k weight[t, k] · down_e(activation(gate_e(x[t]), up_e(x[t]))) with e = topk_ids[t, k], each
+projection an EXL3 linear as in `vllm_exl3.ops.linear`. Experts that this rank does not hold add
+nothing: with expert or tensor parallelism the result is this rank's share of the sum.
+"""
+
+import torch
+
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.activation import activate
+from vllm_exl3.ops.experts import unpack_expert
+from vllm_exl3.ops.linear import linear_reference
+from vllm_exl3.ops.shards import pack_shards
+
+__all__ = ["local_ids", "moe", "moe_reference"]
+
+_library = torch.library.Library("vllm_exl3", "FRAGMENT")
+_library.define(
+    "moe(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
+    "Tensor w13_trellis, Tensor w13_suh, Tensor w13_svh, Tensor? w13_bias, "
+    "Tensor w2_trellis, Tensor w2_suh, Tensor w2_svh, Tensor? w2_bias, "
+    "Tensor table, int[] kinds, int intermediate_size, str activation, float alpha, float beta, float limit, "
+    "bool apply_router_weight_on_input, str layer_class) -> Tensor"
+)
+
+
+def moe(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    table: torch.Tensor,
+    kinds: list[int],
+    intermediate_size: int,
+    activation: str,
+    alpha: float,
+    beta: float,
+    limit: float,
+    apply_router_weight_on_input: bool,
+    layer_class: str,
+) -> torch.Tensor:
+    """Run the routed experts of one layer, with the fastest backend for the device.
+
+    Args:
+        x: ``[M, hidden]`` float16, bfloat16 or float32.
+        topk_weights: float32 ``[M, top_k]``.
+        topk_ids: int32 or int64 ``[M, top_k]``: experts, by their number in the whole model; negative for none.
+        expert_map: int ``[all experts]``: the number of each on this rank, or -1; None when all are here.
+        w13_trellis: int16, flat; gate and up of each expert are neighbours, here and in the next three.
+        w13_suh: float16, flat.
+        w13_svh: float16, flat.
+        w13_bias: float32, flat: ``intermediate_size`` values per projection; or None.
+        w2_trellis: int16, flat.
+        w2_suh: float16, flat.
+        w2_svh: float16, flat.
+        w2_bias: float32 ``[experts · hidden]``, or None.
+        table: int64 ``[experts, projections, 8]`` from `pack_table`, on the device of ``x``; projections are
+            gate, up and down, or up and down.
+        kinds: which codes occur in the table, from `projection_kinds`: for choosing kernels without reading it.
+        intermediate_size: channels between the projections on this rank, before padding.
+        activation: a key of `ACTIVATIONS`.
+        alpha: first number of the activation.
+        beta: second number of the activation.
+        limit: where the activation clips; infinity for nowhere.
+        apply_router_weight_on_input: multiply ``x`` by the routing weight instead of the expert's output.
+        layer_class: what the call counter files this call under.
+
+    Returns:
+        ``[M, hidden]`` in the dtype of ``x``, summed in float32.
+    """
+    backend = backends.select("moe", x.device.type, moe_reference).backend
+    backends.count_call("moe", backend.name, layer_class)
+    output: torch.Tensor = backend.function(
+        x,
+        topk_weights,
+        topk_ids,
+        expert_map,
+        w13_trellis,
+        w13_suh,
+        w13_svh,
+        w13_bias,
+        w2_trellis,
+        w2_suh,
+        w2_svh,
+        w2_bias,
+        table,
+        kinds,
+        intermediate_size,
+        activation,
+        alpha,
+        beta,
+        limit,
+        apply_router_weight_on_input,
+    )
+    return output
+
+
+def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Expert numbers on this rank, int64 like ``topk_ids``; negative where the expert is not here."""
+    ids = topk_ids.long()
+    if expert_map is None:
+        return ids
+    # A negative id (a padding token) must not wrap around in the map.
+    return torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
+
+
+def moe_reference(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    table: torch.Tensor,
+    kinds: list[int],
+    intermediate_size: int,
+    activation: str,
+    alpha: float,
+    beta: float,
+    limit: float,
+    apply_router_weight_on_input: bool,
+) -> torch.Tensor:
+    """The op in plain PyTorch, in float32: what every backend is compared with, and the last resort."""
+    ids = local_ids(topk_ids, expert_map)
+    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+
+    def project(rows: torch.Tensor, first: bool, index: int, outputs: int) -> torch.Tensor:
+        trellis, suh, svh, bias = (
+            (w13_trellis, w13_suh, w13_svh, w13_bias) if first else (w2_trellis, w2_suh, w2_svh, w2_bias)
+        )
+        part = projections[index]
+        values = linear_reference(
+            rows,
+            trellis[part.trellis : part.trellis + part.trellis_words],
+            suh[part.suh : part.suh + part.in_features],
+            svh[part.svh : part.svh + part.out_features],
+            bias[part.bias : part.bias + outputs] if bias is not None and part.bias >= 0 else None,
+            tuple(pack_shards([part.shard(outputs)])),
+        )
+        return values
+
+    for expert, row in enumerate(table.tolist()):
+        token, slot = torch.where(ids == expert)
+        if not len(token):
+            continue
+        projections = unpack_expert(row)
+        weight = topk_weights[token, slot].float().unsqueeze(1)
+        rows = x[token].float()
+        if apply_router_weight_on_input:
+            rows = rows * weight
+        down = len(projections) - 1
+        hidden = torch.cat([project(rows, True, index, intermediate_size) for index in range(down)], dim=1)
+        values = project(activate(activation, hidden, alpha, beta, limit), False, down, x.shape[1])
+        output.index_add_(0, token, values if apply_router_weight_on_input else values * weight)
+    return output.to(x.dtype)
+
+
+@torch.library.register_fake("vllm_exl3::moe", lib=_library)
+def _moe_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+# Autograd and Dynamo never look inside: one Python implementation serves every device and picks the backend.
+_library.impl("moe", moe, "CompositeExplicitAutograd")
