@@ -68,7 +68,8 @@ def _byte_sums(hashed: npt.NDArray[np.uint32]) -> Half:
 
 def decode_states(states: npt.NDArray[Any], codebook: Codebook) -> Half:
     """Weights of 16-bit states, same shape, exact."""
-    return codebook_table(codebook)[np.asarray(states)]
+    weights: Half = codebook_table(codebook)[np.asarray(states)]
+    return weights
 
 
 def decode(trellis: npt.NDArray[Any], half_bits: int, codebook: Codebook) -> Half:

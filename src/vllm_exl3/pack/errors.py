@@ -23,6 +23,14 @@ class Exl3PackError(ValueError):
     def __str__(self) -> str:
         return f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
 
+    def parts(self) -> dict[str, str]:
+        """The four parts by name, for JSON."""
+        return {"found": self.found, "expected": self.expected, "where": self.where, "remedy": self.remedy}
+
+    def report(self) -> str:
+        """The four parts on a line each, for a terminal."""
+        return f"Where:    {self.where}\nFound:    {self.found}\nExpected: {self.expected}\nWhat to do: {self.remedy}"
+
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross vLLM's process boundaries; keyword-only arguments need their own recipe.
         return (_rebuild, (self.found, self.expected, self.where, self.remedy))

@@ -1,0 +1,35 @@
+"""The ``vllm-exl3`` command. Each sub-command has a file of its own and imports what it needs when it runs."""
+
+import sys
+
+import typer
+
+from vllm_exl3.cli.inspect import inspect
+from vllm_exl3.pack.errors import Exl3PackError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="vllm-exl3",
+    help="Serve EXL3 (ExLlamaV3) checkpoints with stock vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep sub-commands as such while there is only one."""
+
+
+app.command()(inspect)
+
+
+def main() -> None:
+    """Run the command line; a faulty pack ends it with its four-part message and exit status 1."""
+    try:
+        app()
+    except Exl3PackError as error:
+        typer.echo(error.report(), err=True)
+        sys.exit(1)

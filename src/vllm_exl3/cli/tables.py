@@ -1,0 +1,134 @@
+"""Renders a survey of a pack as tables for a terminal."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["format_bytes", "print_survey"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(size: int) -> str:
+    """A size with three digits and a binary unit."""
+    value = float(size)
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} {_UNITS[-1]}"
+
+
+def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print everything that `vllm_exl3.plan.survey.survey` found."""
+    console = console or Console(highlight=False)
+    _print_overview(survey, console)
+    for title, key in (("Bits per weight", "bits"), ("Codebooks", "codebooks")):
+        rows = [(row["label"], row["tensors"], row["weights"], format_bytes(row["bytes"])) for row in survey[key]]
+        _print_table(console, title, ("", "tensors", "weights", "bytes"), rows)
+    _print_table(console, "EXL3 linears", ("modules", "count", "in", "out", "K"), map(_shape_row, survey["shapes"]))
+    _print_table(
+        console,
+        "Dense modules",
+        ("modules", "count", "dtype", "bytes", "why"),
+        ((row["modules"], row["count"], row["dtype"], format_bytes(row["bytes"]), row["why"])
+         for row in survey["dense"]),
+    )  # fmt: skip
+    _print_tables_and_experts(survey, console)
+    _print_accounts(survey["bytes_by_fate"], console)
+    for title, key in (("Tensor parallel", "tensor_parallel"), ("Expert parallel", "expert_parallel")):
+        rows = [
+            (row["degree"], "yes" if row["legal"] else "no", row["blocker"] or row["note"] or "") for row in survey[key]
+        ]
+        _print_table(console, title, ("degree", "legal", "first blocker, or what it costs"), rows)
+    _print_verdict(survey, console)
+
+
+def _print_overview(survey: Mapping[str, Any], console: Console) -> None:
+    console.print(f"[bold]{survey['source']}[/]" + (f" at {survey['commit']}" if survey["commit"] else ""))
+    console.print(f"model      {', '.join(survey['architectures']) or 'unknown'} ({survey['model_type']})")
+    console.print(f"size       {format_bytes(survey['bytes'])} in {survey['tensors']} tensors, {survey['files']} files")
+    declared = ", ".join(f"{key} {value}" for key, value in survey["declared"].items())
+    console.print(f"declared   {declared or 'nothing'}", markup=False)
+    averages = survey["average_bits"]
+    console.print(f"measured   {_bits(averages['body'])} bits in the body, {_bits(averages['head'])} in the head")
+
+
+def _bits(value: float | None) -> str:
+    return "no EXL3" if value is None else f"{value:g}"
+
+
+def _shape_row(row: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        row["modules"],
+        row["count"],
+        _width(row["model_in"], row["in"]),
+        _width(row["model_out"], row["out"]),
+        (f"{row['bits']:g}"),
+    )
+
+
+def _width(model: int, stored: int) -> str:
+    return str(stored) if model == stored else f"{model} padded to {stored}"
+
+
+def _print_tables_and_experts(survey: Mapping[str, Any], console: Console) -> None:
+    tables = [
+        (table["module"], table["bits"], table["rows"], format_bytes(table["bytes"]))
+        for table in (*survey["embeddings"], *survey["ngram_tables"])
+    ]
+    _print_table(console, "Row-coded tables", ("module", "K", "rows", "bytes"), tables)
+    if experts := survey["experts"]:
+        bits = ", ".join(f"{count} at K = {bits}" for bits, count in experts["bits"].items())
+        counts = " or ".join(map(str, experts["experts"]))
+        console.print(
+            f"\n[bold]Experts[/]\n{experts['layers']} layers of {counts}, {'/'.join(experts['roles'])}: {bits}; "
+            f"{format_bytes(experts['bytes'])}"
+        )
+
+
+def _print_accounts(accounts: Mapping[str, Any], console: Console) -> None:
+    rows: list[tuple[object, ...]] = [
+        ("served", kind, format_bytes(size), "") for kind, size in accounts["served"].items()
+    ]
+    rows += [
+        ("skipped", row["rule"], format_bytes(row["bytes"]), f"{row['tensors']} tensors: {row['reason']}")
+        for row in accounts["skipped"]
+    ]
+    rows += [("skipped", f"file {name}", "", reason) for name, reason in accounts["ignored_files"].items()]
+    unknown = accounts["unknown"]
+    names = ", ".join(unknown["names"])
+    rows.append(("unknown", f"{unknown['tensors']} tensors", format_bytes(unknown["bytes"]), names))
+    _print_table(console, "Every stored byte", ("", "what", "bytes", ""), rows)
+
+
+def _print_verdict(survey: Mapping[str, Any], console: Console) -> None:
+    console.print()
+    for fault in survey["faults"]:
+        console.print(
+            f"FAULT  {fault['where']}\n  found     {fault['found']}\n  expected  {fault['expected']}\n"
+            f"  to do     {fault['remedy']}",
+            markup=False,
+        )
+    for text in survey["not_served_yet"]:
+        console.print(f"NOT SERVED BY THIS VERSION  {text}", markup=False)
+    for text in survey["warnings"]:
+        console.print(f"WARNING  {text}", markup=False)
+    if not survey["faults"]:
+        console.print("No faults.")
+
+
+def _print_table(console: Console, title: str, headings: Iterable[str], rows: Iterable[tuple[object, ...]]) -> None:
+    filled = [tuple(str(cell) for cell in row) for row in rows]
+    if not filled:
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in headings:
+        numeric = heading in ("count", "tensors", "weights", "bytes", "rows", "degree", "K")
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in filled:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
