@@ -14,7 +14,7 @@ VLLM_READY := $(VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 BUILD_READY := $(VENV)/.build-requirements
 PROJECT_READY := $(VENV)/.project
 
-SOURCES := pyproject.toml $(wildcard CMakeLists.txt README.md) $(shell find src -type f -not -name '*.pyc')
+SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc -type f -not -name "*.pyc" -not -name "*.so")
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:

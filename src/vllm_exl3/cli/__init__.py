@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from vllm_exl3.cli.demo import demo
 from vllm_exl3.cli.inspect import inspect
 from vllm_exl3.pack.errors import Exl3PackError
 
@@ -18,12 +19,8 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _commands() -> None:
-    """Keep sub-commands as such while there is only one."""
-
-
 app.command()(inspect)
+app.command()(demo)
 
 
 def main() -> None:

@@ -39,10 +39,10 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
     _print_tables_and_experts(survey, console)
     _print_accounts(survey["bytes_by_fate"], console)
     for title, key in (("Tensor parallel", "tensor_parallel"), ("Expert parallel", "expert_parallel")):
-        rows = [
+        degrees = [
             (row["degree"], "yes" if row["legal"] else "no", row["blocker"] or row["note"] or "") for row in survey[key]
         ]
-        _print_table(console, title, ("degree", "legal", "first blocker, or what it costs"), rows)
+        _print_table(console, title, ("degree", "legal", "first blocker, or what it costs"), degrees)
     _print_verdict(survey, console)
 
 

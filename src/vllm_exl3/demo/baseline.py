@@ -8,10 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DEFAULT", "MARGIN", "expected_divergence", "record"]
-
-DEFAULT = Path("benchmarks/results/cpu/demo.json")
-"""Where a checkout keeps them, relative to its root."""
+__all__ = ["MARGIN", "expected_divergence", "record"]
 
 MARGIN = 1.2
 """A run fails when its KL divergence exceeds the recorded one times this."""

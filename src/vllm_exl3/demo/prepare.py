@@ -22,12 +22,7 @@ from vllm_exl3.demo.source import GGUF_SHA256, find_source, verify_source
 from vllm_exl3.demo.tokenizer import tokenizer_files
 from vllm_exl3.tools.pack_writer import WRITER
 
-__all__ = ["Workshop", "default_cache"]
-
-
-def default_cache() -> Path:
-    """``vllm-exl3/demo`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-exl3" / "demo"
+__all__ = ["Workshop"]
 
 
 @dataclass

@@ -53,10 +53,10 @@ class Settings:
     """
 
     cache: Path
-    gguf: Path | None = None
-    port: int | None = None
-    baseline: Path = baseline.DEFAULT
-    record: bool = False
+    gguf: Path | None
+    port: int | None
+    baseline: Path
+    record: bool
 
 
 def run_demo(settings: Settings, console: Console) -> list[str]:

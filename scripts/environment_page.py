@@ -1,0 +1,42 @@
+"""Writes docs/environment.md from src/vllm_exl3/env.py; ``--check`` only says whether it is current."""
+
+import sys
+from pathlib import Path
+
+from vllm_exl3 import env
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "environment.md"
+
+HEAD = """# Environment variables
+
+Made by `make docs` from `src/vllm_exl3/env.py`; edit that file instead of this one.
+
+All begin with `VLLM_EXL3_`. They are read when they are needed, in every process of the engine, so set them before
+`vllm serve`. A value that a variable does not take stops with a message that names the variable and what it takes.
+
+| variable | default | what it does |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    rows = []
+    for variable in env.VARIABLES:
+        also = f" Also read as {', '.join(f'`{name}`' for name in variable.aliases)}." if variable.aliases else ""
+        rows.append(f"| `{variable.name}` | `{variable.default}` | {variable.help}{also} |\n")
+    return HEAD + "".join(rows)
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` compare."""
+    if "--check" in sys.argv[1:]:
+        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+        print(f"{PAGE.name} is {'current' if current else 'out of date: run `make docs`'}")
+        return 0 if current else 1
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
