@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
@@ -20,8 +20,10 @@ from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import NameResolver, Resolution
+from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.report import Report
 
 __all__ = ["Exl3Config"]
@@ -36,6 +38,7 @@ _PER_PROCESS = (
     "_embeddings",
     "_head_rename",
     "_names_verified",
+    "_source_format",
     "report",
 )
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
@@ -64,6 +67,7 @@ class Exl3Config(QuantizationConfig):
         self._embeddings: list[tuple[VocabParallelEmbedding, Exl3EmbeddingMethod]] = []
         self._head_rename: dict[re.Pattern[str], str] = {}
         self._names_verified = False
+        self._source_format: SourceFormat | None = None
         self.report = Report()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,6 +141,7 @@ class Exl3Config(QuantizationConfig):
         for warning in check(self.pack):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
         _refuse_unserved(self.pack)
+        SourceFormat(self.raw, self.source)  # refuses what it cannot read, before any weight is read
 
     @property
     def pack(self) -> Pack:
@@ -176,9 +181,9 @@ class Exl3Config(QuantizationConfig):
             self._embeddings.append((layer, method))
             return method
         if isinstance(layer, RoutedExperts):
-            return None
+            return self._experts_method(layer, prefix)
         if isinstance(layer, LinearBase):
-            return self._linear_method(prefix)
+            return self._linear_method(layer, prefix)
         return None
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
@@ -201,20 +206,35 @@ class Exl3Config(QuantizationConfig):
             return
         self._names_verified = True
         self._attach_head()
+        self._source().check(self.pack, self._map_name)
         from vllm.distributed import get_pp_group
 
         if get_pp_group().world_size == 1:
             self._names().raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else None)
 
-    def _linear_method(self, prefix: str) -> QuantizeMethodBase:
+    def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
         resolution = self.resolve(prefix)
         parts = resolution.parts if resolution is not None else ()
         if sliced := next((part for part in parts if part.slices), None):
             raise _not_served(self.pack, f"{len(sliced.slices)} slices at {sliced.key}", "sliced MLPs")
         if all(part.linear is None for part in parts):
             self.report.add_dense(prefix)
-            return UnquantizedLinearMethod()
+            keys = [part.key for part in parts]
+            return self._source().linear(layer, prefix, keys, self._mappers, self.packed_modules_mapping)
         return Exl3LinearMethod(self, prefix, parts)
+
+    def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
+        group = self._names().resolve_experts(prefix)
+        if group is None:
+            self.report.add_dense(prefix)
+            return self._source().experts(layer, prefix, self._mappers, self.packed_modules_mapping)
+        self._claimed.update(key for roles in group.members.values() for key in roles.values())
+        return Exl3MoEMethod(self, prefix, layer, group)
+
+    def _source(self) -> SourceFormat:
+        if self._source_format is None:
+            self._source_format = SourceFormat(self.raw, str(self.source))
+        return self._source_format
 
     def _head_method(self, prefix: str) -> QuantizeMethodBase | None:
         resolution = self.resolve(prefix or "lm_head")
@@ -247,9 +267,6 @@ class Exl3Config(QuantizationConfig):
 
 def _refuse_unserved(pack: Pack) -> None:
     """Name what this version does not serve, before the model is built."""
-    if pack.experts:
-        key, group = next(iter(pack.experts.items()))
-        raise _not_served(pack, f"{len(group.experts)} EXL3 experts at {key}", "routed experts")
     if pack.embeddings:
         raise _not_served(pack, f"a row-coded embedding at {next(iter(pack.embeddings))}", "quantized embeddings")
     if pack.ngram_tables:
@@ -261,5 +278,5 @@ def _not_served(pack: Pack, found: str, what: str) -> Exl3PackError:
         found=found,
         expected=f"a pack without {what}",
         where=pack.source,
-        remedy=f"This version of vllm-exl3 serves dense EXL3 models; {what} are not served yet.",
+        remedy=f"This version of vllm-exl3 does not serve {what} yet.",
     )

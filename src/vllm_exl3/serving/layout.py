@@ -14,7 +14,7 @@ from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear
-from vllm_exl3.plan.partition import Piece, piece, row_range
+from vllm_exl3.plan.partition import Piece, piece
 
 __all__ = ["DenseSlot", "Layout", "Output", "Slot", "layer_outputs"]
 
@@ -94,7 +94,7 @@ class Layout:
         rows: first input channel on this rank, how many, and how many in all.
 
     Raises:
-        Exl3PackError: the stored sizes do not fit the layer, or the split is not on blocks of 128.
+        Exl3PackError: the stored sizes do not fit the layer.
     """
 
     def __init__(
@@ -124,6 +124,11 @@ class Layout:
     def dense_slots(self) -> list[DenseSlot]:
         """The slots that hold 16-bit weights, in output order."""
         return [slot for slot in self.slots if isinstance(slot, DenseSlot)]
+
+    @property
+    def row_offset(self) -> int:
+        """Where this rank's inputs begin in the blocks of rows that it holds."""
+        return self.rows[0] % BLOCK
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -169,9 +174,8 @@ class Layout:
             self._dense_rows += size
             return
         row_start, row_size, row_total = self.rows
-        stored_rows = row_range(row_start, row_size, row_total, where=f"{self.where} ({part.key})")
         self._check_inputs(part.linear, row_total)
-        taken = piece(stored_rows, (start, size))
+        taken = piece((row_start, row_size), (start, size))
         slot = Slot(index, part.linear, taken, self._trellis_words, self._suh_size, self._svh_size)
         self.slots.append(slot)
         self._trellis_words += slot.shard.trellis_words
@@ -193,18 +197,18 @@ _NAMED_OUTPUTS = {"q": 0, "k": 1, "v": 2, "index_q": 3, "index_k": 4}
 """The shard ids that vLLM's attention projections use, by position."""
 
 
-def layer_outputs(layer: torch.nn.Module, sizes: Sequence[int]) -> list[Output]:
+def layer_outputs(layer: torch.nn.Module, sizes: Sequence[int], total: int) -> list[Output]:
     """The outputs of a vLLM linear layer as this rank holds them.
 
     Args:
-        layer: a built ``LinearBase``; its ``tp_rank`` and ``tp_size`` count, not the process group's.
+        layer: a ``LinearBase``; its ``tp_rank`` and ``tp_size`` count, not the process group's.
         sizes: output channels on this rank, by output (``output_partition_sizes``).
+        total: output channels over all ranks (``output_size``).
     """
     rank, ranks = layer.tp_rank, layer.tp_size
-    heads = getattr(layer, "total_num_kv_heads", None)
-    if ranks == 1 or not hasattr(layer, "output_size_per_partition"):
+    if sum(sizes) == total:  # one rank, or a layer that is not split along its outputs
         return [Output(size, 0, size) for size in sizes]
-    if heads is None:
+    if not hasattr(layer, "num_kv_head_replicas"):
         return [Output(size * ranks, rank * size, size) for size in sizes]
     # Query heads are split; key and value heads are too, until there are fewer than ranks: then each is repeated.
     replicas = layer.num_kv_head_replicas

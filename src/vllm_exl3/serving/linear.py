@@ -21,9 +21,9 @@ from vllm_exl3.pack.stored import TILE, Codebook
 from vllm_exl3.serving.layout import Layout, Output, Slot, layer_outputs
 from vllm_exl3.serving.loading import (
     LoadedParts,
+    check_loaded_scales,
     check_overwritten,
     check_shape,
-    check_vectors,
     unpack_signs_like,
 )
 
@@ -63,7 +63,7 @@ class Exl3LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register ``trellis``, ``suh``, ``svh`` (and marker and 16-bit ``weight``) at their real sizes."""
-        outputs = layer_outputs(layer, output_partition_sizes)
+        outputs = layer_outputs(layer, output_partition_sizes, output_size)
         rank = layer.tp_rank if input_size_per_partition != input_size else 0
         rows = (rank * input_size_per_partition, input_size_per_partition, input_size)
         self.register(layer, outputs, rows, params_dtype)
@@ -145,8 +145,10 @@ class Exl3LinearMethod(LinearMethodBase):
         """``x [..., in]`` times the layer's weights, plus ``bias``, as ``[..., out]`` in the dtype of ``x``."""
         flat = x.reshape(-1, x.shape[-1])
         mixed = bool(self.layout.sizes["weight"])
+        # Inputs that begin inside a block of 128 are placed in it; the op zero-extends on the other side itself.
+        inputs = torch.nn.functional.pad(flat, (offset, 0)) if (offset := self.layout.row_offset) else flat
         output = torch.ops.vllm_exl3.linear(
-            flat, layer.trellis, layer.suh, layer.svh, None if mixed else bias, self.shards, self.layer_class
+            inputs, layer.trellis, layer.suh, layer.svh, None if mixed else bias, self.shards, self.layer_class
         )
         if mixed:
             output = self._interleave(output, torch.nn.functional.linear(flat, layer.weight))
@@ -185,7 +187,7 @@ class Exl3LinearMethod(LinearMethodBase):
         stored = getattr(linear, leaf)
         check_shape(stored, loaded_weight)
         if leaf != "trellis":
-            check_vectors(stored, loaded_weight)
+            check_loaded_scales(stored, loaded_weight)
         self.loaded.add(leaf, index)
         return [slot for slot in self.layout.exl3_slots if slot.part == index]
 

@@ -5,8 +5,9 @@ import torch
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.stored import StoredTensor
+from vllm_exl3.pack.values import check_scales
 
-__all__ = ["LoadedParts", "check_overwritten", "check_shape", "check_vectors", "unpack_signs_like"]
+__all__ = ["LoadedParts", "check_loaded_scales", "check_overwritten", "check_shape", "unpack_signs_like"]
 
 
 class LoadedParts:
@@ -64,26 +65,14 @@ def check_shape(stored: StoredTensor, loaded: torch.Tensor) -> None:
         )
 
 
-def check_vectors(stored: StoredTensor, values: torch.Tensor) -> None:
+def check_loaded_scales(stored: StoredTensor, values: torch.Tensor) -> None:
     """Refuse a loaded scale that would silently turn a layer into noise or nothing.
 
     Raises:
         Exl3PackError: a value is NaN or infinite, or all are zero.
     """
-    if values.is_meta:  # vLLM's layerwise reload calls loaders on shapes first
-        return
-    if not torch.isfinite(values).all():
-        found, remedy = "NaN or infinite values", "The file is damaged; fetch or convert it again."
-    elif not values.any():
-        found, remedy = "only zeros", "The conversion failed for this layer; convert the model again."
-    else:
-        return
-    raise Exl3PackError(
-        found=found,
-        expected="finite scales, not all of them zero",
-        where=f"{stored.file}, {stored.name}",
-        remedy=remedy,
-    )
+    if not values.is_meta:  # vLLM's layerwise reload calls loaders on shapes first
+        check_scales(stored.name, values.cpu().numpy(), file=stored.file)
 
 
 def check_overwritten(where: str, **scales: torch.Tensor) -> None:

@@ -13,10 +13,12 @@ import torch
 from vllm_exl3 import __version__
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
+from vllm_exl3.ops.moe import moe_reference
 
 if TYPE_CHECKING:
     from vllm_exl3.pack import Pack
     from vllm_exl3.serving.layout import Layout
+    from vllm_exl3.serving.moe_layout import ExpertLayout
 
 __all__ = ["Report", "runtime_diagnostics"]
 
@@ -30,6 +32,7 @@ class Report:
     def __init__(self) -> None:
         self.pack: Pack | None = None
         self.layers: dict[str, tuple[str, Layout]] = {}
+        self.experts: dict[str, ExpertLayout] = {}
         self.dense: list[str] = []
         self.device: str | None = None
         self.bytes: Counter[str] = Counter()
@@ -40,18 +43,31 @@ class Report:
         self.layers[where] = (layer_class, layout)
         self._waiting.add(where)
 
+    def add_experts(self, where: str, layout: "ExpertLayout") -> None:
+        """Note a layer's routed experts that are built but not loaded yet."""
+        self.experts[where] = layout
+        self._waiting.add(where)
+
     def add_dense(self, where: str) -> None:
         """Note a linear layer that the pack stores in 16 bits."""
         self.dense.append(where)
 
     def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> None:
         """Note a loaded layer; after the last one, log the block."""
+        self._ready(where, pack, [layer.trellis], [layer.suh, layer.svh])
+
+    def experts_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> None:
+        """Note a layer's loaded routed experts; after the last layer, log the block."""
+        scales = [layer.w13_suh, layer.w13_svh, layer.w2_suh, layer.w2_svh]
+        self._ready(where, pack, [layer.w13_trellis, layer.w2_trellis], scales)
+
+    def _ready(self, where: str, pack: "Pack", trellises: list[torch.Tensor], scales: list[torch.Tensor]) -> None:
         if where not in self._waiting:
             return
         self._waiting.discard(where)
-        self.pack, self.device = pack, layer.trellis.device.type
-        self.bytes["trellis"] += layer.trellis.nbytes
-        self.bytes["scales"] += layer.suh.nbytes + layer.svh.nbytes
+        self.pack, self.device = pack, trellises[0].device.type
+        self.bytes["trellis"] += sum(trellis.nbytes for trellis in trellises)
+        self.bytes["scales"] += sum(scale.nbytes for scale in scales)
         if not self._waiting:
             _reports.append(self)
             if _is_first_rank():
@@ -67,6 +83,10 @@ class Report:
             for slot in layout.exl3_slots:
                 histogram[f"{slot.linear.bits:g}"] += slot.piece.row_size * slot.piece.column_size
                 codebooks[slot.linear.codebook.label] += 1
+        for experts in self.experts.values():
+            for bits, count in experts.weights_by_bits().items():
+                histogram[f"{bits:g}"] += count
+            codebooks += experts.codebooks()
         weights = sum(histogram.values())
         return {
             "version": __version__,
@@ -78,6 +98,7 @@ class Report:
             "average_bits": sum(float(k) * n for k, n in histogram.items()) / weights if weights else None,
             "head_bits": self._head_bits(),
             "layer_classes": dict(classes),
+            "experts": self._experts(),
             "dense_linears": sorted(self.dense),
             "kernels": self._kernels(),
             "bytes": dict(self.bytes),
@@ -98,6 +119,10 @@ class Report:
             f"  layers     {classes}",
             f"  dense      {_some(facts['dense_linears'])}",
         ]
+        if experts := facts["experts"]:
+            mixed = ", ".join(f"K {bits}: {share:.0%}" for bits, share in experts["weights_by_bits"].items())
+            held = "" if experts["local"] == experts["total"] else f", {experts['local']} of them on this rank"
+            lines.append(f"  experts    {experts['total']} in each of {experts['layers']} layers{held}; {mixed}")
         for op, kernel in facts["kernels"].items():
             declined = "; ".join(f"{name}: {reason}" for name, reason in kernel["declined"].items())
             lines.append(f"  {op:<10} {kernel['backend']} on {kernel['device']}" + (f" ({declined})" if declined else ""))
@@ -111,12 +136,29 @@ class Report:
                 return layout.exl3_slots[0].linear.bits
         return None
 
+    def _experts(self) -> dict[str, Any]:
+        if not self.experts:
+            return {}
+        histogram: Counter[float] = Counter()
+        for layout in self.experts.values():
+            histogram += layout.weights_by_bits()
+        weights = sum(histogram.values())
+        return {
+            "layers": len(self.experts),
+            "total": max(layout.total for layout in self.experts.values()),
+            "local": max(len(layout.local) for layout in self.experts.values()),
+            "weights_by_bits": {f"{bits:g}": count / weights for bits, count in sorted(histogram.items())},
+        }
+
     def _kernels(self) -> dict[str, Any]:
         if self.device is None:
             return {}
-        choice = backends.select("linear", self.device, linear_reference)
+        references = {"linear": linear_reference} if self.layers else {}
+        references |= {"moe": moe_reference} if self.experts else {}
+        choices = {op: backends.select(op, self.device, reference) for op, reference in references.items()}
         return {
-            "linear": {"backend": choice.backend.name, "device": self.device, "declined": choice.declined},
+            op: {"backend": choice.backend.name, "device": self.device, "declined": choice.declined}
+            for op, choice in choices.items()
         }
 
 

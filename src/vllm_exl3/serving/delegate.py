@@ -1,0 +1,173 @@
+"""What an EXL3 pack declares about its layers that are not EXL3.
+
+Some packs quantize only the routed experts and keep the rest as the source model had it, often fp8.
+``non_routed_quantization`` then names vLLM's own configuration for the rest. Which layers are EXL3 is
+never read from here: tensor headers say that.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.models.utils import WeightsMapper
+
+from vllm_exl3.pack import Pack
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.skip import main_layers
+
+__all__ = ["SourceFormat"]
+
+_AS_STORED = "bf16_as_stored"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")
+
+
+class SourceFormat:
+    """Methods for the layers that a pack keeps in its source model's format.
+
+    Args:
+        raw: the pack's ``quantization_config``.
+        where: the pack, for errors.
+
+    Raises:
+        Exl3PackError: a key holds a value that has no meaning.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self._where = where
+        self._spec = raw.get("non_routed_quantization") or None
+        self._policy = self._choice(raw, "non_routed_dtype_policy", "", _AS_STORED)
+        self._draft_experts = self._choice(raw, "mtp_experts", "exl3", "source")
+        self._draft_start = raw.get("mtp_experts_start_layer")
+        if self._draft_start is not None and not isinstance(self._draft_start, int):
+            raise self._fault(f"mtp_experts_start_layer {self._draft_start!r}", "the number of a layer")
+        self._delegate: QuantizationConfig | None = None
+        self._built: list[tuple[torch.nn.Module, str, tuple[str, ...]]] = []
+
+    def linear(
+        self, layer: LinearBase, prefix: str, keys: Sequence[str], mappers: Sequence[WeightsMapper], packed: Any
+    ) -> QuantizeMethodBase:
+        """The method for a linear without a trellis: the declared configuration's, else 16 bits.
+
+        Args:
+            layer: the layer that is being built.
+            prefix: its vLLM name.
+            keys: the checkpoint modules that fill it.
+            mappers: how the model class renames checkpoint modules.
+            packed: vLLM's ``packed_modules_mapping``.
+        """
+        if self._spec is None or self._policy == _AS_STORED:
+            return UnquantizedLinearMethod()
+        method = self._configuration(mappers, packed).get_quant_method(layer, prefix)
+        self._built.append((layer, prefix, tuple(keys)))
+        return method or UnquantizedLinearMethod()
+
+    def experts(
+        self, layer: RoutedExperts, prefix: str, mappers: Sequence[WeightsMapper], packed: Any
+    ) -> QuantizeMethodBase | None:
+        """The method for routed experts without a trellis, or None for vLLM's 16-bit one."""
+        if self._spec is None or (self._policy == _AS_STORED and not self._is_source_draft(prefix)):
+            return None
+        method = self._configuration(mappers, packed).get_quant_method(layer, prefix)
+        self._built.append((layer, prefix, ()))
+        return method
+
+    def check(self, pack: Pack, map_name: Callable[[str], str]) -> None:
+        """Once the model is built: every scale that a delegated layer wants must be stored.
+
+        vLLM would leave an absent one uninitialised, and the model would answer with empty text.
+
+        Args:
+            pack: the pack.
+            map_name: vLLM's renaming of checkpoint tensor names.
+
+        Raises:
+            Exl3PackError: a layer's scales are absent.
+        """
+        if not self._built:
+            return
+        stored = _stored_leaves(pack, map_name)
+        for layer, prefix, keys in self._built:
+            wanted = [name for name, _ in layer.named_parameters(recurse=False) if _is_stored_scale(name)]
+            if isinstance(layer, RoutedExperts):
+                available = [stored.get(f"experts of layer {_layer_number(prefix + '.', pack)}", set())]
+                wanted = [name.removeprefix("w13_").removeprefix("w2_") for name in wanted]
+            else:
+                available = [stored.get(key, set()) for key in keys]
+            absent = next((name for name in wanted for leaves in available if name not in leaves), None)
+            if absent is not None:
+                raise self._fault(
+                    f"no {absent} for {prefix}, which non_routed_quantization declares as {self._name()}",
+                    "a scale beside every weight in that format",
+                    "If the pack stores this layer in 16 bits, list it in modules_to_not_convert of "
+                    f'non_routed_quantization, or set non_routed_dtype_policy to "{_AS_STORED}" where all are.',
+                )
+        self._built.clear()
+
+    def _configuration(self, mappers: Sequence[WeightsMapper], packed: Any) -> QuantizationConfig:
+        if self._delegate is None:
+            name = self._name()
+            try:
+                self._delegate = get_quantization_config(name).from_config(dict(self._spec or {}))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise self._fault(
+                    f"non_routed_quantization {self._spec!r}",
+                    f"a quantization_config that this vLLM serves ({error})",
+                    "Correct it in config.json, or use a vLLM that knows the format.",
+                ) from error
+            self._delegate.packed_modules_mapping = packed
+            for mapper in mappers:
+                self._delegate.apply_vllm_mapper(mapper)
+        return self._delegate
+
+    def _name(self) -> str:
+        return str((self._spec or {}).get("quant_method", "")).lower()
+
+    def _is_source_draft(self, prefix: str) -> bool:
+        if self._draft_experts != "source":
+            return False
+        match = _LAYER.search(f"{prefix}.")
+        return self._draft_start is None or (match is not None and int(match[1]) >= self._draft_start)
+
+    def _choice(self, raw: Mapping[str, Any], key: str, *values: str) -> str:
+        value = raw.get(key) or values[0]
+        if value not in values:
+            raise self._fault(f"{key} {value!r}", " or ".join(repr(choice) for choice in values))
+        return str(value)
+
+    def _fault(
+        self, found: str, expected: str, remedy: str = "Correct quantization_config in config.json."
+    ) -> Exl3PackError:
+        return Exl3PackError(found=found, expected=expected, where=self._where, remedy=remedy)
+
+
+def _is_stored_scale(name: str) -> bool:
+    """Whether vLLM expects a parameter of this name from the checkpoint; activation scales may be computed."""
+    return "scale" in name and "input" not in name
+
+
+def _stored_leaves(pack: Pack, map_name: Callable[[str], str]) -> dict[str, set[str]]:
+    """The tensors beside every module that is not EXL3, by what vLLM calls them; experts by layer."""
+    leaves: dict[str, set[str]] = {}
+    for name in pack.tensors:
+        key, _, _ = name.rpartition(".")
+        if key in pack.linears:
+            continue
+        leaf = map_name(name).rpartition(".")[2]
+        leaves.setdefault(key, set()).add(leaf)
+        if ".experts." in name:
+            leaves.setdefault(f"experts of layer {_layer_number(name, pack)}", set()).add(leaf)
+    return leaves
+
+
+def _layer_number(name: str, pack: Pack) -> int:
+    """Number of a tensor's layer; draft layers count on from the main stack, as vLLM numbers them."""
+    if match := _DRAFT_LAYER.search(name):
+        return int(match[1]) + main_layers(pack.config)
+    match = _LAYER.search(name)
+    return int(match[1]) if match else -1

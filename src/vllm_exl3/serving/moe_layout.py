@@ -1,0 +1,211 @@
+"""Where every stored expert tensor of a MoE layer lies in the layer's flat parameters on this rank.
+
+Expert parallelism gives a rank whole experts; tensor parallelism gives it a range of whole 128-blocks
+of every expert's intermediate channels. Sizes, bit rates and codebooks come from the tensor headers.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_exl3.ops.experts import Projection, pack_table, projection_kinds
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.stored import BLOCK, Codebook, ExpertGroup, StoredLinear
+from vllm_exl3.plan.partition import block_split
+
+__all__ = ["ExpertLayout", "ExpertSlot", "Sizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlot:
+    """One stored projection of an expert, and what of it this rank holds where.
+
+    Attributes:
+        linear: the stored tensors.
+        rows: first stored input channel held, and how many.
+        columns: first stored output channel held, and how many.
+        projection: its row of the op's table.
+    """
+
+    linear: StoredLinear
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    projection: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Elements of the flat parameters of w13 or w2; ``bias`` is 0 where the pack has none."""
+
+    trellis: int
+    suh: int
+    svh: int
+    bias: int
+
+
+class ExpertLayout:
+    """The experts of one MoE layer on one rank.
+
+    Args:
+        where: the layer's name, for errors.
+        group: the layer's experts as the pack names them.
+        linears: the pack's EXL3 linears.
+        local: the experts of this rank, in the order of their local numbers.
+        total: experts that the model has in this layer.
+        hidden: channels that enter and leave an expert.
+        intermediate: channels between the projections, over all tensor-parallel ranks, before padding.
+        roles: what the model's experts have: gate, up and down, or up and down.
+        rank: tensor-parallel rank.
+        ranks: tensor-parallel ranks.
+
+    Raises:
+        Exl3PackError: experts are missing or incomplete, or sizes do not fit the model.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        group: ExpertGroup,
+        linears: Mapping[str, StoredLinear],
+        *,
+        local: Sequence[int],
+        total: int,
+        hidden: int,
+        intermediate: int,
+        roles: tuple[str, ...],
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.where = where
+        self.roles = roles
+        self.local = tuple(local)
+        self.total = total
+        self.hidden = hidden
+        self.split = ranks > 1
+        _check_members(where, group, total, roles)
+        start, size = block_split(_padded(intermediate), rank, ranks, where=where)
+        self.intermediate = min(start + size, intermediate) - start
+        self._share = (start, size)
+        self._stored = [[linears[group.members[expert][role]] for role in roles] for expert in self.local]
+        self._check_sizes(intermediate)
+        self._biased = {name: self._has_bias(name) for name in ("w13", "w2")}
+        self.slots, self.sizes = self._place()
+        projections = [[slot.projection for slot in expert] for expert in self.slots]
+        self.table = pack_table(projections)
+        self.kinds = projection_kinds(projections)
+
+    def weights_by_bits(self) -> Counter[float]:
+        """How many weights this rank holds at each K."""
+        histogram: Counter[float] = Counter()
+        for expert in self.slots:
+            for slot in expert:
+                histogram[slot.linear.bits] += slot.rows[1] * slot.columns[1]
+        return histogram
+
+    def codebooks(self) -> Counter[str]:
+        """How many projections use each codebook."""
+        return Counter(slot.linear.codebook.label for expert in self.slots for slot in expert)
+
+    def markers(self, name: str) -> set[Codebook]:
+        """The codebooks that have a marker tensor somewhere in ``w13`` or ``w2``."""
+        found = (linear for expert in self._stored for linear in self._parts(name, expert))
+        return {linear.codebook for linear in found if linear.marker is not None}
+
+    def _parts(self, name: str, expert: list[StoredLinear]) -> list[StoredLinear]:
+        return expert[:-1] if name == "w13" else expert[-1:]
+
+    def _has_bias(self, name: str) -> bool:
+        stored = [linear for expert in self._stored for linear in self._parts(name, expert)]
+        biased = [linear for linear in stored if linear.bias is not None]
+        if biased and len(biased) != len(stored):
+            raise Exl3PackError(
+                found=f"biases on {len(biased)} of {len(stored)} {name} projections, such as {biased[0].key}",
+                expected="biases on all of a layer's experts or on none",
+                where=self.where,
+                remedy="Tensors are missing from the pack: fetch it again.",
+            )
+        return bool(biased)
+
+    def _check_sizes(self, intermediate: int) -> None:
+        inner, outer = _padded(intermediate), _padded(self.hidden)
+        for expert, stored in zip(self.local, self._stored, strict=True):
+            for role, linear in zip(self.roles, stored, strict=True):
+                wanted = (inner, outer) if role == "down" else (outer, inner)
+                if (linear.in_features, linear.out_features) != wanted:
+                    raise Exl3PackError(
+                        found=f"a trellis of {linear.in_features} × {linear.out_features} channels for {role}",
+                        expected=f"{wanted[0]} × {wanted[1]}: {self.hidden} and {intermediate}, padded to {BLOCK}",
+                        where=f"{self.where}, expert {expert} ({linear.trellis.file}, {linear.trellis.name})",
+                        remedy="The pack does not belong to this config.json, or was converted by a faulty tool.",
+                    )
+
+    def _place(self) -> tuple[list[list[ExpertSlot]], dict[str, Sizes]]:
+        """Lay the experts out one after the other, gate beside up, so that both are one two-shard linear."""
+        taken = {name: [0, 0, 0, 0] for name in ("w13", "w2")}
+        slots = []
+        outer = (0, _padded(self.hidden))
+        for stored in self._stored:
+            expert = []
+            for role, linear in zip(self.roles, stored, strict=True):
+                name, rows, columns, outputs = (
+                    ("w2", self._share, outer, self.hidden)
+                    if role == "down"
+                    else ("w13", outer, self._share, self.intermediate)
+                )
+                at = taken[name]
+                projection = Projection(
+                    at[0],
+                    at[1],
+                    at[2],
+                    at[3] if self._biased[name] else -1,
+                    linear.half_bits,
+                    int(linear.codebook),
+                    rows[1],
+                    columns[1],
+                )
+                expert.append(ExpertSlot(linear, rows, columns, projection))
+                at[0] += projection.trellis_words
+                at[1] += rows[1]
+                at[2] += columns[1]
+                at[3] += outputs if self._biased[name] else 0
+            slots.append(expert)
+        return slots, {name: Sizes(*at) for name, at in taken.items()}
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // BLOCK) * BLOCK
+
+
+def _check_members(
+    where: str, group: ExpertGroup, total: int, roles: tuple[str, ...]
+) -> None:
+    if group.experts != tuple(range(total)):
+        found = f"EXL3 experts {_ranges(group.experts)}"
+        expected = f"experts 0 to {total - 1}, as config.json says"
+    elif (broken := _first_incomplete(group, roles)) is not None:
+        found = f"expert {broken} with {', '.join(sorted(group.members[broken]))} in EXL3"
+        expected = f"{', '.join(roles)} in every expert"
+    else:
+        return
+    raise Exl3PackError(
+        found=found,
+        expected=expected,
+        where=f"{where} ({group.key})",
+        remedy="A file of the pack is missing, or part of the experts was left unquantized, which is not served: "
+        "fetch the pack again, or quantize all experts of the layer.",
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: ``0-6, 8``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in parts) or "none"
+
+
+def _first_incomplete(group: ExpertGroup, roles: tuple[str, ...]) -> int | None:
+    return next((expert for expert in group.experts if set(group.members[expert]) != set(roles)), None)
