@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["LINEAR_KERNEL", "MOE_KERNEL", "VARIABLES", "Variable"]
+__all__ = ["CPU_ISA", "LINEAR_KERNEL", "MOE_KERNEL", "VARIABLES", "Variable"]
 
 T = TypeVar("T")
 
@@ -74,5 +74,20 @@ MOE_KERNEL = Variable(
     "Which kernels serve routed experts: auto takes the fastest that runs here; reference is plain PyTorch.",
 )
 
-VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL, MOE_KERNEL)  # type: ignore[assignment]
+CPU_ISA = Variable(
+    "VLLM_EXL3_CPU_ISA",
+    "auto",
+    _choice("auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi"),
+    "Which instruction set the CPU kernels use: auto takes the best that the CPU runs; a lower one is for comparison.",
+)
+
+CACHE = Variable(
+    "VLLM_EXL3_CACHE",
+    "",
+    str,
+    "Folder for compiled GPU kernels; empty means the user's cache folder.",
+    aliases=("VLLM_QUANTPACK_CACHE",),
+)
+
+VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL, MOE_KERNEL, CPU_ISA, CACHE)  # type: ignore[assignment]
 """All of them, for the doctor and the documentation."""

@@ -1,0 +1,86 @@
+#include "abi.h"
+
+#include <new>
+
+#include "decode.h"
+#include "format.h"
+#include "isa.h"
+#include "linear.h"
+#include "parallel.h"
+
+namespace {
+
+enum Error : int { OK = 0, BAD_SHARD = 1, BAD_DTYPE = 2, BAD_ISA = 3, NO_MEMORY = 4 };
+
+bool valid(const exl3_shard& s) {
+    const bool sizes = s.in_features > 0 && s.in_features % BLOCK == 0 && s.out_features > 0 &&
+                       s.out_features % BLOCK == 0;
+    const bool crop = s.crop_start >= 0 && s.crop_size >= 0 && s.crop_start + s.crop_size <= s.out_features;
+    return sizes && crop && known_rate(int(s.half_bits), int(s.codebook));
+}
+
+bool valid(const exl3_shard* shards, int count) {
+    for (int i = 0; i < count; i++) {
+        if (!valid(shards[i])) return false;
+    }
+    return count > 0;
+}
+
+bool known_dtype(int dtype) { return dtype >= exl3::FLOAT32 && dtype <= exl3::BFLOAT16; }
+
+// Runs a body that may run out of memory: no exception may cross the C interface.
+template <class Body>
+int guarded(Body&& body) {
+    try {
+        body();
+        return OK;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
+}  // namespace
+
+int exl3_abi_version(void) { return EXL3_ABI_VERSION; }
+
+const char* exl3_error_text(int code) {
+    switch (code) {
+        case OK: return "no error";
+        case BAD_SHARD: return "a shard's bit rate, codebook, sizes or crop are not those of an EXL3 linear";
+        case BAD_DTYPE: return "a dtype is none of float32, float16 and bfloat16";
+        case BAD_ISA: return "this CPU does not run the instruction set asked for, or its name is unknown";
+        case NO_MEMORY: return "out of memory";
+        default: return "unknown error";
+    }
+}
+
+int exl3_select_isa(const char* name) { return exl3::select_kernels(name) ? OK : BAD_ISA; }
+
+const char* exl3_isa(void) { return exl3::kernels().name; }
+
+void exl3_set_openmp(void* gomp_parallel) { exl3::set_openmp(gomp_parallel); }
+
+int exl3_linear(const exl3_linear_call* call) {
+    if (!valid(call->shards, call->shard_count)) return BAD_SHARD;
+    if (!known_dtype(call->dtype) || (call->bias && !known_dtype(call->bias_dtype))) return BAD_DTYPE;
+    return guarded([&] { exl3::linear(exl3::kernels(), *call); });
+}
+
+int exl3_dequantize(const exl3_shard* shards, int shard_count, const uint16_t* trellis, const uint16_t* suh,
+                    const uint16_t* svh, int rotated, int dtype, void* out, int64_t stride, int threads) {
+    if (!valid(shards, shard_count)) return BAD_SHARD;
+    if (!known_dtype(dtype)) return BAD_DTYPE;
+    return guarded([&] {
+        exl3::dequantize(exl3::kernels(), shards, shard_count, trellis, suh, svh, rotated != 0, dtype, out, stride,
+                         threads);
+    });
+}
+
+int exl3_hadamard(float* values, int64_t blocks, int threads) {
+    constexpr int64_t piece = 256;
+    exl3::parallel_for((blocks + piece - 1) / piece, threads, [&](int64_t unit, int) {
+        const int64_t first = unit * piece;
+        exl3::kernels().hadamard(values + first * BLOCK, blocks - first < piece ? blocks - first : piece);
+    });
+    return OK;
+}

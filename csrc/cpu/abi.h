@@ -1,0 +1,55 @@
+// The library's C interface. All memory belongs to the caller; no call keeps a pointer.
+//
+// Every function returns 0, or a code that exl3_error_text explains. Dtypes: 0 float32, 1 float16,
+// 2 bfloat16. Codebooks: 0 3INST, 1 mcg, 2 mul1. `half_bits` is 2·K. `threads` is an upper bound.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define EXL3_API extern "C" __declspec(dllexport)
+#else
+#define EXL3_API extern "C" __attribute__((visibility("default")))
+#endif
+
+// Raised whenever a function or a structure changes; the Python side refuses another number.
+#define EXL3_ABI_VERSION 1
+
+// One trellis of a fused layer (vllm_exl3.ops.shards.Shard). Shards lie back to back in the flat
+// trellis (16·K int16 a tile), suh and svh.
+struct exl3_shard {
+    int64_t half_bits, codebook, in_features, out_features, crop_start, crop_size;
+};
+
+struct exl3_linear_call {
+    const exl3_shard* shards;
+    const uint16_t* trellis;
+    const uint16_t* suh;  // fp16
+    const uint16_t* svh;  // fp16
+    const void* bias;     // [Σ crop_size], or null
+    const void* x;        // [rows][x_stride], `columns` of each row are read
+    void* y;              // [rows][y_stride], in x's dtype
+    int64_t rows, columns, x_stride, y_stride;
+    int32_t shard_count, dtype, bias_dtype, threads;
+};
+
+EXL3_API int exl3_abi_version(void);
+EXL3_API const char* exl3_error_text(int code);
+
+// Chooses the instruction set: "auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi".
+EXL3_API int exl3_select_isa(const char* name);
+// The chosen one's name.
+EXL3_API const char* exl3_isa(void);
+// The address of GOMP_parallel in a runtime that the process already uses, or null.
+EXL3_API void exl3_set_openmp(void* gomp_parallel);
+
+// y = ((x·suh) H W H)·svh + bias for every shard, side by side.
+EXL3_API int exl3_linear(const exl3_linear_call* call);
+
+// The weights of the shards side by side, [in_features][stride]: as stored (rotated) or as used.
+// All shards have the same in_features.
+EXL3_API int exl3_dequantize(const exl3_shard* shards, int shard_count, const uint16_t* trellis, const uint16_t* suh,
+                             const uint16_t* svh, int rotated, int dtype, void* out, int64_t stride, int threads);
+
+// Rotates every 128 consecutive floats in place, scaled by 1/sqrt(128).
+EXL3_API int exl3_hadamard(float* values, int64_t blocks, int threads);

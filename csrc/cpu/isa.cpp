@@ -1,0 +1,63 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace exl3 {
+namespace {
+
+struct Candidate {
+    const Kernels* kernels;
+    bool (*runs)();
+};
+
+#if defined(__x86_64__) || defined(_M_X64)
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_vbmi() {
+    return has_vnni() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+}
+#endif
+
+// Best first.
+const Candidate candidates[] = {
+#if defined(__x86_64__) || defined(_M_X64)
+    {&kernels_avx512_vbmi, has_vbmi},
+    {&kernels_avx512_vnni, has_vnni},
+    {&kernels_avx512, has_avx512},
+    {&kernels_avx2, has_avx2},
+#endif
+    {&kernels_scalar, [] { return true; }},
+};
+
+const Kernels* find(const char* name) {
+    for (const Candidate& candidate : candidates) {
+        const bool wanted = !std::strcmp(name, "auto") || !std::strcmp(name, candidate.kernels->name);
+        if (wanted && candidate.runs()) return candidate.kernels;
+    }
+    return nullptr;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+}  // namespace
+
+const Kernels& kernels() {
+    const Kernels* current = chosen.load(std::memory_order_relaxed);
+    if (!current) chosen.store(current = find("auto"));
+    return *current;
+}
+
+bool select_kernels(const char* name) {
+    const Kernels* found = find(name);
+    if (found) chosen.store(found);
+    return found != nullptr;
+}
+
+}  // namespace exl3

@@ -1,0 +1,115 @@
+// What one instruction set provides: the inner loops of a linear and of the encoder, as a table of
+// functions. The drivers (linear.cpp, encode.cpp) cut the work and are compiled once, for any CPU.
+//
+// Arithmetic of a linear. A row of activations, scaled and rotated, is cut into blocks along k;
+// each is quantised to int16 with its own float scale. Weights are decoded to small integers and
+// multiplied in exact int32 arithmetic within a block; blocks are summed in float in ascending k.
+// Scales are chosen so that no block sum can leave int32, whatever the weights.
+#pragma once
+
+#include <cstdint>
+
+namespace exl3 {
+
+enum Dtype : int { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+constexpr int PANEL_COLUMNS = 64;  // columns that `panel` decodes and `multiply` consumes
+
+// k-tiles of a quantisation block. mul1's weights have 10 bits, which leaves room for 16-bit
+// activations over 128 channels; the others need 15 bits, hence shorter sums.
+constexpr int block_tiles(int codebook) { return codebook == 2 ? 8 : 4; }
+
+// Quantised rows of activations in the rotated basis of one shard.
+struct Rows {
+    int16_t* values;  // [rows][k]
+    float* scale;     // [rows][blocks]
+    int32_t* offset;  // [rows][blocks], where every sum of the block starts (mul1: -510 · Σ values)
+    float* constant;  // [rows], added to every column before the output rotation; NaN poisons the row
+    float* gain;      // [rows], by which every output of the row is multiplied
+    int64_t k;        // a multiple of 128
+    int64_t blocks;
+};
+
+struct PrepareTask {
+    const void* x;  // [in]
+    int dtype;
+    int64_t in;            // columns of x; k beyond them is zero
+    const uint16_t* suh;   // fp16 [k]
+    int codebook;
+    Rows rows;
+    int64_t row;     // row of `rows` to fill
+    float* scratch;  // [k]
+};
+
+// Sums over all k for a strip of columns and a few rows, decoding on the way.
+struct StripTask {
+    const uint32_t* tiles;  // k-tile 0 of the strip's first column tile
+    int64_t row_dwords;     // from one k-tile to the next
+    int half_bits;
+    int codebook;
+    int column_tiles;
+    Rows rows;
+    int64_t row;
+    int count;    // rows
+    float* sums;  // [count][sums_stride], in tile order (see column_of_sum)
+    int64_t sums_stride;
+};
+
+// Decodes one k-block of PANEL_COLUMNS columns to int16 pairs along k: [pairs][columns].
+struct PanelTask {
+    const uint32_t* tiles;
+    int64_t row_dwords;
+    int half_bits;
+    int codebook;
+    int16_t* panel;
+};
+
+// Adds the products of rows with a panel to their sums.
+struct MultiplyTask {
+    const int16_t* panel;
+    int codebook;
+    Rows rows;
+    int64_t row;
+    int64_t count;
+    int64_t block;  // of k
+    float* sums;    // [count][sums_stride]
+    int64_t sums_stride;
+};
+
+// Turns a 128-column block of a row's sums into outputs: rotation, svh, bias, cast.
+struct FinishTask {
+    const float* sums;  // [128]
+    float constant;
+    float gain;
+    const uint16_t* svh;  // fp16 [128]
+    const void* bias;     // of the first column returned, or null
+    int bias_dtype;
+    void* y;  // where that column goes
+    int dtype;
+    int first, size;  // columns of the block that are returned
+};
+
+// Column within its tile of the i-th of 16 sums: tiles hold columns c and c + 8 side by side.
+constexpr int column_of_sum(int i) { return i / 2 + 8 * (i % 2); }
+
+struct Kernels {
+    const char* name;
+    int strip_rows;  // rows that `strip` takes at most
+    void (*prepare)(const PrepareTask&);
+    void (*strip)(const StripTask&);
+    void (*panel)(const PanelTask&);
+    void (*multiply)(const MultiplyTask&);
+    void (*finish)(const FinishTask&);
+    // In place, over each 128 consecutive floats, scaled by 1/sqrt(128).
+    void (*hadamard)(float* values, int64_t blocks);
+};
+
+extern const Kernels kernels_scalar;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_vnni;
+extern const Kernels kernels_avx512_vbmi;
+#endif
+
+}  // namespace exl3

@@ -1,0 +1,11 @@
+// The kernels for AVX-512 (F, BW, VL, DQ).
+#include "decode_avx512.h"
+#include "windows_permute.h"
+
+#include "linear_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_avx512 = {"avx512", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard};
+
+}  // namespace exl3

@@ -1,0 +1,11 @@
+// The kernels for AVX-512 with VNNI, VBMI and VBMI2.
+#include "decode_avx512.h"
+#include "windows_vbmi.h"
+
+#include "linear_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_avx512_vbmi = {"avx512_vbmi", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard};
+
+}  // namespace exl3

@@ -1,0 +1,11 @@
+// The kernels for AVX-512 with VNNI.
+#include "decode_avx512.h"
+#include "windows_permute.h"
+
+#include "linear_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_avx512_vnni = {"avx512_vnni", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard};
+
+}  // namespace exl3

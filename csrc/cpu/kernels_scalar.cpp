@@ -1,0 +1,10 @@
+// The kernels for any CPU.
+#include "simd_portable.h"
+
+#include "linear_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_scalar = {"scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard};
+
+}  // namespace exl3

@@ -1,0 +1,390 @@
+// The inner loops of a linear, written once over the vector type of the including file.
+//
+// That file (simd_*.h) supplies, for vectors of LANES dwords: I and F, their arithmetic, Windows
+// (16-bit states of a tile), Decoder<codebook> (two vectors of states to int16 weight pairs), the
+// 4 x 4 exchanges between lanes, and how much its registers hold (STRIP_ROWS, MULTIPLY_ROWS rows,
+// PANEL_VECTORS vectors of columns). A "group" is LANES / 2 lanes of a tile; the dwords 2i and 2i + 1 of
+// its vectors belong to lane i: position j (column c) and j + 4 (column c + 8). For a fixed j the
+// row depends on i % 4 only, so one activation vector serves every group of every tile.
+#pragma once
+
+#include "format.h"
+#include "kernels.h"
+
+namespace {
+
+using namespace exl3;
+
+constexpr int GROUP_LANES = LANES / 2;
+constexpr int SETS = 32 / GROUP_LANES / 4;  // of four groups, together LANES columns of a tile
+
+// ---- activations -------------------------------------------------------------------------------
+
+// What an integer weight stands for: w = unit · (integer + offset) + unit · rest.
+template <int CODEBOOK>
+struct Units {
+    static constexpr float unit = 0x1p-12f;
+    static constexpr int offset = 0;
+    static constexpr double rest = 0;
+    // |w| < 3.98, so block sums stay below 2^31 while Σ|values| does not exceed this.
+    static constexpr float sum_limit = 130900.0f;
+};
+
+template <>
+struct Units<MUL1> {
+    static constexpr float unit = MUL1_SCALE;
+    static constexpr int offset = -510;
+    static constexpr double rest = 510 + (1024 * double(MUL1_SCALE) + double(MUL1_BIAS)) / double(MUL1_SCALE);
+    static constexpr float sum_limit = 0x1p30f;  // 510 · 32767 · 128 < 2^31: never reached
+};
+
+inline void rotate(float* block) {
+    F v[BLOCK / LANES];
+    for (int i = 0; i < BLOCK / LANES; i++) v[i] = hadamard_vector(load_float(block + i * LANES));
+    for (int stride = 1; stride < BLOCK / LANES; stride *= 2) {
+        for (int i = 0; i < BLOCK / LANES; i++) {
+            if (i & stride) continue;
+            const F a = v[i], b = v[i + stride];
+            v[i] = add(a, b);
+            v[i + stride] = subtract(a, b);
+        }
+    }
+    for (int i = 0; i < BLOCK / LANES; i++) store_float(block + i * LANES, v[i]);
+}
+
+inline void hadamard(float* values, int64_t blocks) {
+    for (int64_t block = 0; block < blocks; block++) {
+        float* v = values + block * BLOCK;
+        rotate(v);
+        for (int i = 0; i < BLOCK; i += LANES) {
+            store_float(v + i, multiply(load_float(v + i), splat_float(0.08838834764831845f)));
+        }
+    }
+}
+
+template <int DTYPE>
+F load_as(const void* values, int64_t i) {
+    if (DTYPE == FLOAT32) return load_float(static_cast<const float*>(values) + i);
+    if (DTYPE == FLOAT16) return load_half(static_cast<const uint16_t*>(values) + i);
+    return load_bfloat(static_cast<const uint16_t*>(values) + i);
+}
+
+template <int DTYPE>
+float load_one(const void* values, int64_t i) {
+    if (DTYPE == FLOAT32) return static_cast<const float*>(values)[i];
+    const uint16_t bits = static_cast<const uint16_t*>(values)[i];
+    return DTYPE == FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
+}
+
+// Copies x to float, zero-extended to k; returns the largest magnitude's bits (NaN above infinity).
+template <int DTYPE>
+uint32_t widen(const void* x, int64_t in, int64_t k, float* out) {
+    I largest = splat(0);
+    int64_t i = 0;
+    for (; i + LANES <= in; i += LANES) {
+        const F v = load_as<DTYPE>(x, i);
+        store_float(out + i, v);
+        largest = maximum(largest, magnitude_bits(v));
+    }
+    uint32_t bits[LANES];
+    store(bits, largest);
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; lane++) result = bits[lane] > result ? bits[lane] : result;
+    for (; i < in; i++) {
+        out[i] = load_one<DTYPE>(x, i);
+        const uint32_t magnitude = float_bits(out[i]) & 0x7fffffff;
+        result = magnitude > result ? magnitude : result;
+    }
+    for (; i < k; i++) out[i] = 0;
+    return result;
+}
+
+// Quantises one block and returns scale · Σ values.
+template <int CODEBOOK>
+double quantise(const float* block, int16_t* values, float* scale, int32_t* offset) {
+    constexpr int size = block_tiles(CODEBOOK) * TILE;
+    F largest = splat_float(0), total = splat_float(0);
+    for (int i = 0; i < size; i += LANES) {
+        const F v = absolute(load_float(block + i));
+        largest = maximum(largest, v);
+        total = add(total, v);
+    }
+    float lanes[2][LANES];
+    store_float(lanes[0], largest);
+    store_float(lanes[1], total);
+    float peak = 0, norm = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        peak = lanes[0][lane] > peak ? lanes[0][lane] : peak;
+        norm += lanes[1][lane];
+    }
+    // Below this the block is lost against its row, whose largest input was scaled to [1, 2).
+    if (peak < 1e-30f) peak = norm = 1e-30f;
+    const float by_peak = 32767.0f / peak, by_norm = Units<CODEBOOK>::sum_limit / norm;
+    const float inverse = by_peak < by_norm ? by_peak : by_norm;
+    I sum = splat(0);
+    for (int i = 0; i < size; i += LANES) {
+        const I v = round_to_int(multiply(load_float(block + i), splat_float(inverse)));
+        store_int16(values + i, v);
+        sum = add(sum, v);
+    }
+    int32_t sums[LANES], all = 0;
+    store(sums, sum);
+    for (int lane = 0; lane < LANES; lane++) all += sums[lane];
+    *scale = 1.0f / inverse;
+    *offset = Units<CODEBOOK>::offset * all;
+    return double(*scale) * all;
+}
+
+template <int CODEBOOK>
+void prepare_row(const PrepareTask& t) {
+    const Rows& rows = t.rows;
+    float* a = t.scratch;
+    const uint32_t peak = t.dtype == FLOAT32   ? widen<FLOAT32>(t.x, t.in, rows.k, a)
+                          : t.dtype == FLOAT16 ? widen<FLOAT16>(t.x, t.in, rows.k, a)
+                                               : widen<BFLOAT16>(t.x, t.in, rows.k, a);
+    const bool finite = peak < 0x7f800000;
+    // Scaling by a power of two keeps every later product away from overflow and underflow.
+    int exponent = int(peak >> 23) - 127;
+    exponent = !finite ? 0 : exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+    const F shrink = splat_float(finite ? bits_float(uint32_t(127 - exponent) << 23) : 0.0f);
+    double sum = 0;
+    int16_t* values = rows.values + t.row * rows.k;
+    const int64_t first = t.row * rows.blocks;
+    constexpr int size = block_tiles(CODEBOOK) * TILE;
+    for (int64_t k = 0; k < rows.k; k += BLOCK) {
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const F v = multiply(load_float(a + k + i), shrink);
+            store_float(a + k + i, finite ? multiply(v, load_half(t.suh + k + i)) : splat_float(0));
+        }
+        rotate(a + k);
+        for (int64_t i = k; i < k + BLOCK; i += size) {
+            const int64_t block = first + i / size;
+            sum += quantise<CODEBOOK>(a + i, values + i, rows.scale + block, rows.offset + block);
+        }
+    }
+    rows.constant[t.row] = finite ? float(Units<CODEBOOK>::rest * sum) : bits_float(0x7fc00000);
+    // 1/128 is the scale of the two rotations together.
+    rows.gain[t.row] = Units<CODEBOOK>::unit / BLOCK * bits_float(uint32_t(127 + exponent) << 23);
+}
+
+void prepare(const PrepareTask& t) { t.codebook == MUL1 ? prepare_row<MUL1>(t) : prepare_row<MCG>(t); }
+
+// ---- few rows: decode and multiply at once -----------------------------------------------------
+
+inline void add_block(float* sums, I block, float scale, bool first) {
+    const F product = multiply(to_float(block), splat_float(scale));
+    store_float(sums, first ? product : multiply_add(to_float(block), splat_float(scale), load_float(sums)));
+}
+
+template <int CODEBOOK, class Windows, int COUNT>
+void strip_rows(const StripTask& t) {
+    constexpr int depth = block_tiles(CODEBOOK);
+    const Windows windows(t.half_bits);
+    const Decoder<CODEBOOK> decoder;
+    const int dwords = tile_dwords(t.half_bits);
+    const int16_t* values = t.rows.values + t.row * t.rows.k;
+    for (int64_t block = 0; block < t.rows.blocks; block++) {
+        for (int column = 0; column < t.column_tiles; column++) {
+            const uint32_t* tile = t.tiles + block * depth * t.row_dwords + column * dwords;
+            for (int set = 0; set < SETS; set++) {
+                I sums[COUNT][4];
+                for (auto& row : sums) {
+                    for (I& sum : row) sum = splat(0);
+                }
+                for (int k = 0; k < depth; k++) {
+                    const uint32_t* here = tile + k * t.row_dwords;
+                    if (set == 0) prefetch_tile(here + depth * t.row_dwords, dwords);
+                    const int16_t* a = values + (block * depth + k) * TILE;
+                    I low[COUNT], high[COUNT];
+#pragma GCC unroll 4
+                    for (int row = 0; row < COUNT; row++) {
+                        low[row] = load_rows(a + row * t.rows.k);
+                        high[row] = load_rows(a + row * t.rows.k + 8);
+                    }
+#pragma GCC unroll 4
+                    for (int group = 0; group < 4; group++) {
+                        const auto bits = windows.load(here, 4 * set + group);
+                        const I w0 = decoder.pair(windows.template get<0>(bits), windows.template get<1>(bits));
+                        const I w1 = decoder.pair(windows.template get<2>(bits), windows.template get<3>(bits));
+#pragma GCC unroll 4
+                        for (int row = 0; row < COUNT; row++) {
+                            sums[row][group] = dot(dot(sums[row][group], w0, low[row]), w1, high[row]);
+                        }
+                    }
+                }
+                for (int row = 0; row < COUNT; row++) {
+                    const int64_t i = (t.row + row) * t.rows.blocks + block;
+                    const I total = add(add_rows(sums[row]), splat(t.rows.offset[i]));
+                    float* out = t.sums + row * t.sums_stride + column * TILE + set * LANES;
+                    add_block(out, total, t.rows.scale[i], block == 0);
+                }
+            }
+        }
+    }
+}
+
+template <int CODEBOOK, class Windows>
+void strip_count(const StripTask& t) {
+    if constexpr (STRIP_ROWS > 1) {
+        if (t.count == 2) return strip_rows<CODEBOOK, Windows, 2>(t);
+        if (t.count == 3) return strip_rows<CODEBOOK, Windows, 3>(t);
+        if (t.count == 4) return strip_rows<CODEBOOK, Windows, 4>(t);
+    }
+    strip_rows<CODEBOOK, Windows, 1>(t);
+}
+
+template <int CODEBOOK>
+void strip_rate(const StripTask& t) {
+    t.half_bits <= 12 ? strip_count<CODEBOOK, NarrowWindows>(t) : strip_count<CODEBOOK, WideWindows>(t);
+}
+
+void strip(const StripTask& t) {
+    switch (t.codebook) {
+        case INST3: return strip_rate<INST3>(t);
+        case MCG: return strip_rate<MCG>(t);
+        default: return strip_rate<MUL1>(t);
+    }
+}
+
+// ---- many rows: decode a panel once, then multiply ---------------------------------------------
+
+constexpr int PANEL_WIDTH = PANEL_VECTORS * LANES;  // columns whose pairs are interleaved
+
+template <int CODEBOOK, class Windows>
+void panel_rate(const PanelTask& t) {
+    constexpr int depth = block_tiles(CODEBOOK), pairs = depth * TILE / 2;
+    const Windows windows(t.half_bits);
+    const Decoder<CODEBOOK> decoder;
+    const int dwords = tile_dwords(t.half_bits);
+    for (int k = 0; k < depth; k++) {
+        for (int column = 0; column < PANEL_COLUMNS / TILE; column++) {
+            const uint32_t* tile = t.tiles + k * t.row_dwords + column * dwords;
+            prefetch_tile(tile + depth * t.row_dwords, dwords);
+            for (int set = 0; set < SETS; set++) {
+                I low[4], high[4];
+#pragma GCC unroll 4
+                for (int group = 0; group < 4; group++) {
+                    const auto bits = windows.load(tile, 4 * set + group);
+                    low[group] = decoder.pair(windows.template get<0>(bits), windows.template get<1>(bits));
+                    high[group] = decoder.pair(windows.template get<2>(bits), windows.template get<3>(bits));
+                }
+                split_rows(low);
+                split_rows(high);
+                const int first = column * TILE + set * LANES;
+                int16_t* out = t.panel + 2 * (first / PANEL_WIDTH * pairs * PANEL_WIDTH + first % PANEL_WIDTH);
+                for (int row = 0; row < 4; row++) {
+                    store(out + 2 * (k * 8 + row) * PANEL_WIDTH, low[row]);
+                    store(out + 2 * (k * 8 + 4 + row) * PANEL_WIDTH, high[row]);
+                }
+            }
+        }
+    }
+}
+
+template <int CODEBOOK>
+void panel_codebook(const PanelTask& t) {
+    t.half_bits <= 12 ? panel_rate<CODEBOOK, NarrowWindows>(t) : panel_rate<CODEBOOK, WideWindows>(t);
+}
+
+void panel(const PanelTask& t) {
+    switch (t.codebook) {
+        case INST3: return panel_codebook<INST3>(t);
+        case MCG: return panel_codebook<MCG>(t);
+        default: return panel_codebook<MUL1>(t);
+    }
+}
+
+template <int COUNT>
+void multiply_rows(const MultiplyTask& t, const int16_t* panel, int pairs, int64_t row, float* sums) {
+    const int16_t* values = t.rows.values + row * t.rows.k + t.block * pairs * 2;
+    const int64_t first = row * t.rows.blocks + t.block;
+    I acc[COUNT][PANEL_VECTORS];
+#pragma GCC unroll 6
+    for (int r = 0; r < COUNT; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = splat(t.rows.offset[first + r * t.rows.blocks]);
+    }
+    for (int pair = 0; pair < pairs; pair++) {
+        I w[PANEL_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++) w[v] = load(panel + 2 * (pair * PANEL_WIDTH + v * LANES));
+#pragma GCC unroll 6
+        for (int r = 0; r < COUNT; r++) {
+            const I a = splat_pair(values + r * t.rows.k + 2 * pair);
+#pragma GCC unroll 4
+            for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = dot(acc[r][v], w[v], a);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < COUNT; r++) {
+        const float scale = t.rows.scale[first + r * t.rows.blocks];
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            add_block(sums + r * t.sums_stride + v * LANES, acc[r][v], scale, t.block == 0);
+        }
+    }
+}
+
+template <int COUNT>
+void multiply_count(const MultiplyTask& t, const int16_t* panel, int pairs, int64_t row, int count, float* sums) {
+    if (count == COUNT) return multiply_rows<COUNT>(t, panel, pairs, row, sums);
+    if constexpr (COUNT > 1) multiply_count<COUNT - 1>(t, panel, pairs, row, count, sums);
+}
+
+void multiply_panel(const MultiplyTask& t) {
+    const int pairs = block_tiles(t.codebook) * TILE / 2;
+    // Rows are dealt evenly, so that no remainder runs at a single row's speed.
+    const int64_t passes = (t.count + MULTIPLY_ROWS - 1) / MULTIPLY_ROWS;
+    for (int part = 0; part < PANEL_COLUMNS / PANEL_WIDTH; part++) {
+        const int16_t* panel = t.panel + int64_t(2) * part * pairs * PANEL_WIDTH;
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t begin = t.count * pass / passes, end = t.count * (pass + 1) / passes;
+            float* sums = t.sums + begin * t.sums_stride + part * PANEL_WIDTH;
+            multiply_count<MULTIPLY_ROWS>(t, panel, pairs, t.row + begin, int(end - begin), sums);
+        }
+    }
+}
+
+// ---- outputs -----------------------------------------------------------------------------------
+
+template <int DTYPE>
+void store_block(const float* values, int size, void* y) {
+    if (DTYPE == FLOAT32) {
+        std::memcpy(y, values, size_t(size) * sizeof(float));
+        return;
+    }
+    uint16_t out[BLOCK];
+    for (int i = 0; i < BLOCK; i += LANES) {
+        const F v = load_float(values + i);
+        DTYPE == FLOAT16 ? store_half(out + i, v) : store_bfloat(out + i, v);
+    }
+    std::memcpy(y, out, size_t(size) * sizeof(uint16_t));
+}
+
+void finish(const FinishTask& t) {
+    float v[BLOCK], out[BLOCK] = {};
+    for (int i = 0; i < BLOCK; i += LANES) store_float(v + i, add(load_float(t.sums + i), splat_float(t.constant)));
+    // The transform commutes with the tile order, which only permutes the bits of the index.
+    rotate(v);
+    for (int tile = 0; tile < BLOCK; tile += TILE) {
+        for (int i = 0; i < TILE; i++) out[tile + column_of_sum(i)] = v[tile + i];
+    }
+    for (int i = 0; i < BLOCK; i += LANES) {
+        const F scaled = multiply(load_float(out + i), splat_float(t.gain));
+        store_float(v + i, multiply(scaled, load_half(t.svh + i)));
+    }
+    // Whole vectors are stored below, so the returned columns move to the front of a full block.
+    std::memcpy(out, v + t.first, size_t(t.size) * sizeof(float));
+    for (int i = 0; t.bias && i < t.size; i++) {
+        out[i] += t.bias_dtype == FLOAT32   ? load_one<FLOAT32>(t.bias, i)
+                  : t.bias_dtype == FLOAT16 ? load_one<FLOAT16>(t.bias, i)
+                                            : load_one<BFLOAT16>(t.bias, i);
+    }
+    switch (t.dtype) {
+        case FLOAT32: return store_block<FLOAT32>(out, t.size, t.y);
+        case FLOAT16: return store_block<FLOAT16>(out, t.size, t.y);
+        default: return store_block<BFLOAT16>(out, t.size, t.y);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,24 @@
+// Runs independent units of work on several threads without owning any while idle.
+#pragma once
+
+#include <cstdint>
+
+namespace exl3 {
+
+// The address of GOMP_parallel in the OpenMP runtime that the process already runs, or null.
+// Borrowing that runtime's threads keeps its CPU binding and leaves no second pool to compete.
+void set_openmp(void* gomp_parallel);
+
+// Calls body(context, unit, thread) once for each unit in [0, units), with thread in [0, threads).
+// Units are taken in order by whichever thread is free; the call returns when all are done.
+void parallel_for(int64_t units, int threads, void (*body)(void* context, int64_t unit, int thread), void* context);
+
+template <class Function>
+void parallel_for(int64_t units, int threads, Function&& function) {
+    parallel_for(
+        units, threads,
+        [](void* context, int64_t unit, int thread) { (*static_cast<Function*>(context))(unit, thread); },
+        const_cast<void*>(static_cast<const void*>(&function)));
+}
+
+}  // namespace exl3

@@ -1,0 +1,193 @@
+// The vector type of `linear_kernels.h` for AVX2 with FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "format.h"
+
+namespace {
+
+constexpr int LANES = 8;
+constexpr int STRIP_ROWS = 2, MULTIPLY_ROWS = 4, PANEL_VECTORS = 2;
+
+using I = __m256i;
+using F = __m256;
+
+inline I splat(int32_t value) { return _mm256_set1_epi32(value); }
+inline F splat_float(float value) { return _mm256_set1_ps(value); }
+inline I load(const void* from) { return _mm256_loadu_si256(static_cast<const I*>(from)); }
+inline void store(void* to, I a) { _mm256_storeu_si256(static_cast<I*>(to), a); }
+inline F load_float(const float* from) { return _mm256_loadu_ps(from); }
+inline void store_float(float* to, F a) { _mm256_storeu_ps(to, a); }
+inline __m128i load_words(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+inline void store_words(void* to, __m128i a) { _mm_storeu_si128(static_cast<__m128i*>(to), a); }
+inline F load_half(const uint16_t* from) { return _mm256_cvtph_ps(load_words(from)); }
+inline F load_bfloat(const uint16_t* from) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(from)), 16));
+}
+inline void store_half(uint16_t* to, F a) { store_words(to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+inline void store_bfloat(uint16_t* to, F a) {
+    const I bits = _mm256_castps_si256(a);
+    const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), splat(1));
+    const I rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, splat(0x7fff)));
+    const I nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    const I kept = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, splat(0x400000)), nan);
+    const I words = _mm256_srli_epi32(kept, 16);
+    const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0xd8);
+    store_words(to, _mm256_castsi256_si128(packed));
+}
+inline void store_int16(int16_t* to, I a) {
+    store_words(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packs_epi32(a, a), 0xd8)));
+}
+
+inline I add(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I maximum(I a, I b) { return _mm256_max_epi32(a, b); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F subtract(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F multiply(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F multiply_add(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F maximum(F a, F b) { return _mm256_max_ps(a, b); }
+inline F absolute(F a) { return _mm256_andnot_ps(splat_float(-0.0f), a); }
+inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+inline I round_to_int(F a) { return _mm256_cvtps_epi32(a); }
+inline I magnitude_bits(F a) { return _mm256_and_si256(_mm256_castps_si256(a), splat(0x7fffffff)); }
+
+// Stages 1, 2 and 4 of the Hadamard transform: each lane's partner plus or minus itself.
+inline F hadamard_vector(F a) {
+    const F odd = _mm256_setr_ps(0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f);
+    const F upper_pair = _mm256_setr_ps(0.0f, 0.0f, -0.0f, -0.0f, 0.0f, 0.0f, -0.0f, -0.0f);
+    const F upper_half = _mm256_setr_ps(0.0f, 0.0f, 0.0f, 0.0f, -0.0f, -0.0f, -0.0f, -0.0f);
+    a = _mm256_add_ps(_mm256_permute_ps(a, 0xb1), _mm256_xor_ps(a, odd));
+    a = _mm256_add_ps(_mm256_permute_ps(a, 0x4e), _mm256_xor_ps(a, upper_pair));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, a, 1), _mm256_xor_ps(a, upper_half));
+}
+
+// acc + the dot product of each lane's two int16.
+inline I dot(I acc, I w, I a) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, a)); }
+
+// Four pairs of activations, each for the two columns of a lane.
+inline I load_rows(const int16_t* a) {
+    return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(load_words(a)), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+}
+
+inline I splat_pair(const int16_t* a) {
+    int32_t pair;
+    std::memcpy(&pair, a, sizeof pair);
+    return splat(pair);
+}
+
+// Groups hold the four lanes of one column pair: qword r is row r.
+inline void split_rows(I (&z)[4]) {
+    const I even01 = _mm256_unpacklo_epi64(z[0], z[1]), odd01 = _mm256_unpackhi_epi64(z[0], z[1]);
+    const I even23 = _mm256_unpacklo_epi64(z[2], z[3]), odd23 = _mm256_unpackhi_epi64(z[2], z[3]);
+    z[0] = _mm256_permute2x128_si256(even01, even23, 0x20);
+    z[1] = _mm256_permute2x128_si256(odd01, odd23, 0x20);
+    z[2] = _mm256_permute2x128_si256(even01, even23, 0x31);
+    z[3] = _mm256_permute2x128_si256(odd01, odd23, 0x31);
+}
+
+inline I add_rows(const I (&z)[4]) {
+    const I a = add(_mm256_unpacklo_epi64(z[0], z[1]), _mm256_unpackhi_epi64(z[0], z[1]));
+    const I b = add(_mm256_unpacklo_epi64(z[2], z[3]), _mm256_unpackhi_epi64(z[2], z[3]));
+    return add(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+inline void prefetch_tile(const uint32_t* tile, int dwords) {
+    for (int i = 0; i < dwords; i += 16) _mm_prefetch(reinterpret_cast<const char*>(tile + i), _MM_HINT_T0);
+}
+
+// Each lane fetches the dword its window ends in and the one before, and shifts the two together.
+struct NarrowWindows {
+    struct Bits {
+        I here, before;
+        int odd;
+    };
+    I from[2][4], right[2][4], left[2][4];
+    I kept, kept_before;
+    int half_bits;
+
+    explicit NarrowWindows(int half_bits) : half_bits(half_bits) {
+        // Four lanes take 16·half_bits bits, so groups of an odd rate start in mid-dword every other time.
+        for (int odd = 0; odd < 2; odd++) {
+            for (int j = 0; j < 4; j++) {
+                int32_t dword[8], shift[8], rest[8];
+                for (int i = 0; i < 8; i++) {
+                    const int end = window_end(half_bits, i / 2 * 8 + j + 4 * (i % 2)) + 16 * odd;
+                    dword[i] = (end - 1) / 32;
+                    shift[i] = 32 * (dword[i] + 1) - end;
+                    rest[i] = 32 - shift[i];
+                }
+                from[odd][j] = ::load(dword);
+                right[odd][j] = ::load(shift);
+                left[odd][j] = ::load(rest);
+            }
+        }
+        // Masks keep the loads inside the tile, which may be the last of its memory.
+        int32_t mask[8];
+        for (int i = 0; i < 8; i++) mask[i] = i < (half_bits + 1) / 2 ? -1 : 0;
+        kept = ::load(mask);
+        mask[0] = 0;
+        kept_before = ::load(mask);
+    }
+
+    Bits load(const uint32_t* tile, int group) const {
+        const int first = group * half_bits / 2;
+        const int* dwords = reinterpret_cast<const int*>(tile) + first;
+        const I here = _mm256_maskload_epi32(dwords, kept);
+        const int before = dwords[first ? -1 : tile_dwords(half_bits) - 1];
+        const I shifted = _mm256_maskload_epi32(dwords - 1, kept_before);
+        return {here, _mm256_blend_epi32(shifted, splat(before), 1), group * half_bits % 2};
+    }
+
+    template <int J>
+    I get(const Bits& b) const {
+        const I order = from[b.odd][J];
+        const I low = _mm256_srlv_epi32(_mm256_permutevar8x32_epi32(b.here, order), right[b.odd][J]);
+        const I high = _mm256_sllv_epi32(_mm256_permutevar8x32_epi32(b.before, order), left[b.odd][J]);
+        return _mm256_and_si256(_mm256_or_si256(low, high), splat(0xffff));
+    }
+};
+using WideWindows = NarrowWindows;
+
+// Each lane's two int16 halves of a and of b summed: a's sum in the low half, b's in the high.
+inline I add_halves(I a, I b) {
+    const I straight = _mm256_blend_epi16(a, b, 0xaa);
+    const I crossed = _mm256_or_si256(_mm256_srli_epi32(a, 16), _mm256_slli_epi32(b, 16));
+    return _mm256_add_epi16(straight, crossed);
+}
+
+template <int CODEBOOK>
+struct Decoder {
+    static_assert(CODEBOOK == INST3 || CODEBOOK == MCG, "mul1 has its own form");
+
+    static I hash(I state) {
+        if (CODEBOOK == MCG) return _mm256_mullo_epi32(state, splat(int(MCG_MULTIPLIER)));
+        return add(_mm256_mullo_epi32(state, splat(int(INST3_MULTIPLIER))), splat(int(INST3_ADDEND)));
+    }
+
+    // Both fp16 halves as integers in units of 2^-13: mantissa with its leading one, times 2^e, signed.
+    static I fixed(I x) {
+        const I powers = _mm256_broadcastsi128_si256(_mm_setr_epi8(4, 8, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+        const I mantissa = _mm256_xor_si256(_mm256_and_si256(x, splat(0x03ff03ff)), splat(0x07600760));
+        const I exponent = _mm256_and_si256(_mm256_srli_epi16(x, 10), splat(0x00030003));
+        // The upper byte of each word asks for zero.
+        const I factor = _mm256_shuffle_epi8(powers, _mm256_or_si256(exponent, splat(int(0x80008000))));
+        return _mm256_sign_epi16(_mm256_mullo_epi16(mantissa, factor), _mm256_or_si256(x, splat(0x00010001)));
+    }
+
+    I pair(I first, I second) const {
+        const I sum = add_halves(fixed(hash(first)), fixed(hash(second)));
+        return _mm256_mulhrs_epi16(sum, splat(0x40004000));  // halved, rounding up
+    }
+};
+
+template <>
+struct Decoder<MUL1> {
+    static I sums(I state) {
+        return _mm256_maddubs_epi16(_mm256_mullo_epi32(state, splat(int(MUL1_MULTIPLIER))), splat(0x01010101));
+    }
+
+    I pair(I first, I second) const { return add_halves(sums(first), sums(second)); }
+};
+
+}  // namespace

@@ -1,0 +1,1 @@
+"""The CPU kernels: a C++ library behind a plain C interface, loaded with ctypes."""
