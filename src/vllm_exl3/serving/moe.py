@@ -121,9 +121,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         if slot is not None:
             (row, rows), (column, columns), at = slot.rows, slot.columns, slot.projection
             target = param.data[at.trellis : at.trellis + at.trellis_words].view(at.trellis_shape)
-            target.copy_(
-                loaded_weight[row // TILE : (row + rows) // TILE, column // TILE : (column + columns) // TILE]
-            )
+            target.copy_(loaded_weight[row // TILE : (row + rows) // TILE, column // TILE : (column + columns) // TILE])
         return slot is not None if return_success else None
 
     def load_suh(
@@ -306,5 +304,3 @@ def _unknown(layer: RoutedExperts, name: str, found: str) -> Exl3PackError:
         remedy="The pack stores its experts in a way that this version does not know: please report it with the "
         "output of `vllm-exl3 inspect`.",
     )
-
-

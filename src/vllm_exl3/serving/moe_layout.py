@@ -176,9 +176,7 @@ def _padded(channels: int) -> int:
     return -(-channels // BLOCK) * BLOCK
 
 
-def _check_members(
-    where: str, group: ExpertGroup, total: int, roles: tuple[str, ...]
-) -> None:
+def _check_members(where: str, group: ExpertGroup, total: int, roles: tuple[str, ...]) -> None:
     if group.experts != tuple(range(total)):
         found = f"EXL3 experts {_ranges(group.experts)}"
         expected = f"experts 0 to {total - 1}, as config.json says"

@@ -125,7 +125,9 @@ class Report:
             lines.append(f"  experts    {experts['total']} in each of {experts['layers']} layers{held}; {mixed}")
         for op, kernel in facts["kernels"].items():
             declined = "; ".join(f"{name}: {reason}" for name, reason in kernel["declined"].items())
-            lines.append(f"  {op:<10} {kernel['backend']} on {kernel['device']}" + (f" ({declined})" if declined else ""))
+            lines.append(
+                f"  {op:<10} {kernel['backend']} on {kernel['device']}" + (f" ({declined})" if declined else "")
+            )
         memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts["bytes"].items())
         lines.append(f"  memory     {memory} on this rank")
         return "\n".join(lines)
