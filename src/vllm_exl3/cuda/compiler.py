@@ -1,0 +1,179 @@
+"""NVRTC: kernel sources of this package to a cubin for one exact architecture.
+
+No nvcc, no host compiler, no header outside the package, and no GPU: continuous integration compiles every kernel for
+every supported architecture.
+"""
+
+import functools
+import hashlib
+import importlib.resources
+import re
+import threading
+from dataclasses import dataclass
+
+__all__ = ["ARCHITECTURES", "CompileError", "Cubin", "Instance", "compile_instance", "compiler_unavailable"]
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
+"""What continuous integration compiles for. sm_100a and sm_120a code does not run on sm_103 and sm_121."""
+
+_SERIALISED = ("C7510", "C7511", "C7512", "C7513", "C7514", "C7515", "C7516", "C7517", "C7518")
+"""ptxas' notes that it put waits between wgmma instructions; it prints them as information only."""
+
+
+class CompileError(RuntimeError):
+    """A kernel that did not compile: the message carries NVRTC's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One kernel instance: a source file and the macros that specialise it.
+
+    Attributes:
+        source: file name in ``cuda/kernels``.
+        entry: the kernel's ``extern "C"`` name.
+        macros: (name, value) pairs.
+    """
+
+    source: str
+    entry: str
+    macros: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """A short name for progress lines and file names."""
+        values = "_".join(re.sub(r"[^0-9A-Za-z]+", "-", value).strip("-") for _, value in self.macros)
+        return f"{self.entry}_{values}" if values else self.entry
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """Machine code of one instance.
+
+    Attributes:
+        image: the cubin.
+        log: NVRTC's and ptxas' verbose log.
+    """
+
+    image: bytes
+    log: str
+
+    def _numbers(self, pattern: str) -> list[int]:
+        return [int(value) for value in re.findall(pattern, self.log)]
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread of the kernel uses."""
+        return max(self._numbers(r"Used (\d+) registers"), default=0)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Local memory that register spills take, loads and stores."""
+        return sum(self._numbers(r"(\d+) bytes spill"))
+
+    @property
+    def serialised(self) -> list[str]:
+        """ptxas' notes that wgmma instructions were serialised."""
+        return [line for line in self.log.splitlines() if any(code in line for code in _SERIALISED)]
+
+
+@functools.cache
+def kernel_sources() -> dict[str, str]:
+    """Every kernel source of the package by file name."""
+    folder = importlib.resources.files("vllm_exl3.cuda") / "kernels"
+    return {
+        entry.name: entry.read_text(encoding="utf-8")
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        if entry.name.endswith((".cu", ".cuh"))
+    }
+
+
+def compiler_unavailable() -> str | None:
+    """Why nothing can be compiled in this process, or None."""
+    try:
+        compiler_version()
+    except ImportError as error:
+        return f"cuda-bindings is not importable ({error}); it comes with torch's CUDA wheels"
+    except RuntimeError as error:
+        return f"NVRTC cannot be loaded ({error}); pip install nvidia-cuda-nvrtc"
+    return None
+
+
+@functools.cache
+def compiler_version() -> str:
+    """NVRTC's version, such as ``13.0``."""
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    _check(status)
+    return f"{major}.{minor}"
+
+
+def _options(architecture: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v")
+
+
+def fingerprint(instance: Instance, architecture: str) -> str:
+    """SHA-256 over all that decides the machine code: sources, macros, options, architecture, NVRTC version."""
+    digest = hashlib.sha256()
+    headers = {name: text for name, text in kernel_sources().items() if name.endswith(".cuh")}
+    parts = [compiler_version(), *_options(architecture), repr(instance), kernel_sources()[instance.source]]
+    for part in (*parts, *(item for pair in headers.items() for item in pair)):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _check(status: object) -> None:
+    if int(status) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(str(status))
+
+
+_load = threading.Lock()
+
+
+def compile_instance(instance: Instance, architecture: str) -> Cubin:
+    """Compile one instance; safe to call from several threads.
+
+    Args:
+        instance: what to compile.
+        architecture: such as ``sm_90a``; the exact one, since cubins do not run on another.
+
+    Raises:
+        CompileError: NVRTC refuses the source or the architecture.
+        ImportError: cuda-bindings is missing.
+    """
+    from cuda.bindings import nvrtc
+
+    with _load:  # the first call loads the library
+        compiler_version()
+    sources = kernel_sources()
+    headers = {name: text for name, text in sources.items() if name.endswith(".cuh")}
+    prologue = "".join(f"#define {name} {value}\n" for name, value in instance.macros)
+    status, program = nvrtc.nvrtcCreateProgram(
+        (prologue + '#line 1\n' + sources[instance.source]).encode(),
+        instance.source.encode(),
+        len(headers),
+        [text.encode() for text in headers.values()],
+        [name.encode() for name in headers],
+    )
+    _check(status)
+    try:
+        options = [option.encode() for option in _options(architecture)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
+        if int(status) != 0:
+            raise CompileError(f"{instance.label} for {architecture}: {status}\n{log}")
+        return Cubin(_fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _fetch(size_of: object, copy: object, program: object) -> bytes:
+    status, size = size_of(program)  # type: ignore[operator]
+    _check(status)
+    # cuda-bindings has the library write into this bytes object; it is not shared before it is filled.
+    buffer = b" " * size
+    (status,) = copy(program, buffer)  # type: ignore[operator]
+    _check(status)
+    return buffer

@@ -1,0 +1,73 @@
+"""Which form of the GEMM serves how many tokens, on which GPU.
+
+The table is data (``dispatch.json``): for each architecture the crossovers that ``benchmarks/gpu_linear.py --tune``
+measured. A GPU without an entry takes the model of `modelled`. Two classes only, by design: inside one class a row's
+bits do not depend on the other rows.
+"""
+
+import functools
+import importlib.resources
+import json
+from dataclasses import dataclass
+
+from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.pack.stored import Codebook
+
+__all__ = ["Crossover", "choose_form", "crossover", "modelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """The largest number of tokens that the identities serve.
+
+    Attributes:
+        mul1: for layers whose shards are all mul1.
+        halves: for mcg and 3INST, and for layers that mix.
+        measured: where the numbers come from: a GPU's name, or None for the model.
+    """
+
+    mul1: int
+    halves: int
+    measured: str | None
+
+
+def modelled() -> Crossover:
+    """Crossovers from instruction counts, for GPUs that nobody measured.
+
+    An MMA of the integer identity covers 4 tokens, one of the pair identity 8, and each takes twice the MMAs a weight
+    that decoding to fp16 takes; decoding costs 1.3 (mul1) or 1.2 (pairs) further instructions a weight. One column group
+    is where the identity wins; a second one costs more than decoding does.
+    """
+    return Crossover(mul1=4, halves=8, measured=None)
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, object]]:
+    text = (importlib.resources.files("vllm_exl3.cuda") / "dispatch.json").read_text(encoding="utf-8")
+    table: dict[str, dict[str, object]] = json.loads(text)
+    return table
+
+
+@functools.cache
+def crossover(architecture: str) -> Crossover:
+    """The crossovers for an architecture such as ``sm_90a``."""
+    entry = _table().get(architecture)
+    if entry is None:
+        return modelled()
+    return Crossover(mul1=int(str(entry["mul1"])), halves=int(str(entry["halves"])), measured=str(entry["gpu"]))
+
+
+def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_class: bool = False) -> Form:
+    """The form that serves ``rows`` tokens of a layer with these codebooks.
+
+    Args:
+        codebooks: `Codebook` values of the layer's shards.
+        rows: tokens.
+        architecture: NVRTC's name of the GPU.
+        one_class: decode to fp16 for every number of tokens, so that a row's bits never depend on the batch.
+    """
+    limits = crossover(architecture)
+    largest = limits.mul1 if codebooks == {Codebook.MUL1} else limits.halves
+    if rows <= largest and not one_class:
+        return Form(identity=True, tile_rows=4 if rows <= 4 else 8)
+    return Form(identity=False, tile_rows=8 if rows <= 8 else 16)

@@ -1,0 +1,102 @@
+"""Loading cubins and launching kernels with the CUDA driver, through cuda-bindings."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["DriverError", "Kernel", "load_kernel"]
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call that failed."""
+
+
+def _check(status: Any, what: str) -> None:
+    if int(status) != 0:
+        raise DriverError(f"{what}: {status}")
+
+
+@dataclass(slots=True)
+class Kernel:
+    """One loaded kernel of one device.
+
+    Attributes:
+        function: the driver's handle.
+        module: keeps the code loaded.
+        label: what messages call it.
+        shared_limit: dynamic shared memory in bytes that launches may use so far.
+    """
+
+    function: Any
+    module: Any
+    label: str
+    shared_limit: int = 48 * 1024
+
+    def allow_shared(self, size: int) -> None:
+        """Raise the dynamic shared memory that a launch may use to ``size`` bytes."""
+        if size <= self.shared_limit:
+            return
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuFuncSetAttribute(self.function, attribute, size)
+        _check(status, f"{self.label}: {size} bytes of shared memory")
+        self.shared_limit = size
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        shared: int,
+        stream: int,
+        arguments: list[Any],
+        dependent: bool,
+    ) -> None:
+        """Launch on a stream without waiting.
+
+        Args:
+            grid: blocks in x and y.
+            threads: threads a block.
+            shared: dynamic shared memory in bytes.
+            stream: the CUDA stream's handle.
+            arguments: ctypes values or structures in the kernel's order; copied by the launch.
+            dependent: let it start before the kernel ahead in the stream has finished; the kernel itself waits
+                (``griddepcontrol.wait``) before it touches anything that others write. Needs sm_90.
+        """
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = driver.CUstream(stream)
+        if dependent:
+            config.attrs = [_dependent_attribute()]
+            config.numAttrs = 1
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
+        _check(status, self.label)
+
+
+def _dependent_attribute() -> Any:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def load_kernel(image: bytes, entry: str, label: str) -> Kernel:
+    """Load a cubin into the current context and find its kernel.
+
+    Raises:
+        DriverError: the image does not fit the device, or has no such kernel.
+    """
+    from cuda.bindings import driver
+
+    status, module = driver.cuModuleLoadData(image)
+    _check(status, f"loading {label}")
+    status, function = driver.cuModuleGetFunction(module, entry.encode())
+    _check(status, f"{label}: kernel {entry}")
+    return Kernel(function, module, label)

@@ -1,0 +1,41 @@
+// The three codebooks: from a 16-bit state to what a tensor core multiplies.
+//
+// INTEGER (mul1): w = k_inv·(b0+b1+b2+b3) + c, b the bytes of the product word. The word itself is four consecutive k of
+//                 an int8 MMA whose activation is repeated over them: the tensor core adds the bytes. Exact.
+// PAIR (mcg, 3INST): w = lo + hi, the two halves of the masked product word: two consecutive k of an fp16 MMA.
+// HALF (all):     the weight itself in fp16, rounded as the format defines it, two weights a register.
+#pragma once
+#include "types.cuh"
+
+enum Codebook : int { INST3 = 0, MCG = 1, MUL1 = 2 };
+enum Arithmetic : int { INTEGER = 0, PAIR = 1, HALF = 2 };
+
+constexpr float MUL1_SCALE = 0.00676727294921875f;  // k_inv, fp16 0x1EEE
+constexpr float MUL1_OFFSET = -3.453125f;           // 1024·k_inv + k_bias
+constexpr int MUL1_CENTRE = 510;                    // the integer nearest the byte sum that means zero
+
+template <int CODEBOOK>
+__device__ __forceinline__ u32 product_word(u32 state) {
+    if constexpr (CODEBOOK == MUL1) return state * 0x83DCD12Du;
+    const u32 x = CODEBOOK == MCG ? state * 0xCBAC1FEDu : state * 89226354u + 64248484u;
+    u32 halves;  // (x & mask) ^ bits in one instruction: the compiler makes two of it, because each takes one immediate
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(halves) : "r"(x), "r"(0x8FFF8FFFu), "r"(0x3B603B60u));
+    return halves;
+}
+
+// Two states to two fp16 weights, the first in the low half.
+template <int CODEBOOK>
+__device__ __forceinline__ u32 decode_pair(u32 first, u32 second) {
+    const u32 x = product_word<CODEBOOK>(first), y = product_word<CODEBOOK>(second);
+    u32 weights;
+    if constexpr (CODEBOOK == MUL1) {
+        // 0x6400 + B is the fp16 number 1024 + B; one fused multiply-add rounds once, as the format asks.
+        const u32 low = __dp4a(x, 0x01010101u, 0x6400u), high = __dp4a(y, 0x01010101u, 0x6400u);
+        const u32 sums = __byte_perm(low, high, 0x5410);
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(weights) : "r"(sums), "r"(0x1EEE1EEEu), "r"(0xC931C931u));
+    } else {
+        const u32 low = __byte_perm(x, y, 0x5410), high = __byte_perm(x, y, 0x7632);
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(weights) : "r"(low), "r"(high));
+    }
+    return weights;
+}

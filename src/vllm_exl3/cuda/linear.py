@@ -1,0 +1,242 @@
+"""The linear and dequantize ops on CUDA: two launches a linear, nothing else on the stream, no host wait."""
+
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from vllm_exl3.cuda import dispatch, runtime
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, LinearArgs, LinearPlan, ShardArgs, plan_linear
+from vllm_exl3.ops.shards import Shard, unpack_shards
+from vllm_exl3.pack.stored import BLOCK
+
+__all__ = ["dequantize", "instances", "linear", "prepare"]
+
+_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_TRANSFORM = Instance("transform.cu", "exl3_transform")
+_TRANSFORM_THREADS = 512
+_DEQUANTIZE_THREADS = 256
+_DEQUANTIZE_SHARED = BLOCK * (BLOCK + 1) * 4
+_WINDOW_BYTES = 32 << 20
+"""Scratch of one call stays near this size: more rows are served in windows."""
+
+
+def linear(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    shards: Sequence[int],
+    *,
+    form: Form | None = None,
+) -> torch.Tensor:
+    """y = ((x·suh) H W H)·svh + bias for every shard, side by side.
+
+    Args:
+        x: ``[M, in]`` float16, bfloat16 or float32; rows may be strided.
+        trellis: int16, all shards flat.
+        suh: float16, all shards flat.
+        svh: float16, all shards flat.
+        bias: ``[sum of crop sizes]`` or None.
+        shards: as `ops.shards.pack_shards` makes it.
+        form: how to multiply; chosen by the dispatch table when None.
+
+    Returns:
+        ``[M, sum of crop sizes]`` in x's dtype.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    every = _unpack(tuple(shards))
+    _check(every, trellis, suh, svh)
+    out = x.new_empty((rows, sum(shard.crop_size for shard in every)))
+    if rows == 0:
+        return out
+    column = trellis_at = suh_at = svh_at = 0
+    for start in range(0, len(every), MAX_SHARDS):
+        group = every[start : start + MAX_SHARDS]
+        width = sum(shard.crop_size for shard in group)
+        _linear_group(
+            x,
+            trellis[trellis_at:],
+            suh[suh_at:],
+            svh[svh_at:],
+            None if bias is None else bias[column : column + width],
+            group,
+            out[:, column : column + width],
+            form,
+        )
+        column += width
+        trellis_at += sum(shard.trellis_words for shard in group)
+        suh_at += sum(shard.in_features for shard in group)
+        svh_at += sum(shard.out_features for shard in group)
+    return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _unpack(shards: tuple[int, ...]) -> tuple[Shard, ...]:
+    return tuple(unpack_shards(shards))
+
+
+def _check(shards: tuple[Shard, ...], trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor) -> None:
+    """Refuse tensors that a kernel would read past the end of, or misread."""
+    for name, tensor, dtype, numel in (
+        ("trellis", trellis, torch.int16, sum(shard.trellis_words for shard in shards)),
+        ("suh", suh, torch.float16, sum(shard.in_features for shard in shards)),
+        ("svh", svh, torch.float16, sum(shard.out_features for shard in shards)),
+    ):
+        if tensor.dtype != dtype or tensor.numel() != numel or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: found {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
+                f"expected contiguous {dtype} of {numel} elements"
+            )
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name}: address {tensor.data_ptr():#x} is not a multiple of 16, which bulk copies need")
+
+
+def _codebooks(shards: Iterable[Shard]) -> frozenset[int]:
+    return frozenset(shard.codebook for shard in shards)
+
+
+def _linear_group(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    shards: tuple[Shard, ...],
+    out: torch.Tensor,
+    form: Form | None,
+) -> None:
+    device = runtime.device(x.device.index)
+    if form is None:
+        form = dispatch.choose_form(_codebooks(shards), x.shape[0], device.limits.architecture)
+    window = max(form.tile_rows, _window_rows(shards) // form.tile_rows * form.tile_rows)
+    for first in range(0, x.shape[0], window):
+        part = x[first : first + window]
+        plan = plan_linear(shards, part.shape[0], x.shape[1], form, device.limits)
+        _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + window])
+
+
+@functools.lru_cache(maxsize=1024)
+def _window_rows(shards: tuple[Shard, ...]) -> int:
+    return max(1, _WINDOW_BYTES // (4 * sum(shard.in_features for shard in shards)))
+
+
+def _launch(
+    device: runtime.Device,
+    plan: LinearPlan,
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only after
+    # everything ahead of them has finished. So any number of streams and captured graphs may run at once.
+    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
+    arguments = LinearArgs.from_buffer_copy(plan.arguments)
+    base = scratch.data_ptr()
+    for name, offset in plan.scratch_parts.items():
+        setattr(arguments, name, base + offset)
+    trellis_at, suh_at, svh_at = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
+    for shard, offsets in zip(arguments.shards, plan.offsets, strict=False):
+        shard.trellis = trellis_at + 2 * offsets.trellis
+        shard.suh = suh_at + 2 * offsets.suh
+        shard.svh = svh_at + 2 * offsets.svh
+    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), x.stride(0), _ELEMENTS[x.dtype]
+    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _ELEMENTS[out.dtype]
+    if bias is not None:
+        arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    dependent = device.limits.dependent_launch
+    device.kernel(_TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)
+    gemm = device.kernel(plan.instance)
+    gemm.allow_shared(plan.shared)
+    gemm.launch((plan.blocks, 1), plan.threads, plan.shared, stream, [arguments], dependent)
+
+
+def instances(shards: Sequence[int], rows: Iterable[int], in_width: int, device_index: int) -> list[Instance]:
+    """The kernels that a layer needs for batches of these sizes."""
+    every, limits = _unpack(tuple(shards)), runtime.device(device_index).limits
+    found = [_TRANSFORM]
+    for start in range(0, len(every), MAX_SHARDS):
+        group = every[start : start + MAX_SHARDS]
+        forms = {dispatch.choose_form(_codebooks(group), count, limits.architecture): count for count in rows}
+        found += [plan_linear(group, count, in_width, form, limits).instance for form, count in forms.items()]
+    return list(dict.fromkeys(found))
+
+
+_EVERY_FORM = (1, 4, 5, 8, 9, 16, 17)
+"""Batch sizes that between them choose every form."""
+
+
+def prepare(shards: Sequence[int], in_width: int, device_index: int) -> None:
+    """Compile and load every kernel of a layer, for any batch size; called at model load."""
+    runtime.device(device_index).prepare(instances(shards, _EVERY_FORM, in_width, device_index))
+
+
+def dequantize_instance(shard: Shard) -> Instance:
+    """The kernel that decodes a shard to dense weights."""
+    macros = (("INSTANCE_HALF_BITS", str(shard.half_bits)), ("INSTANCE_CODEBOOK", str(shard.codebook)))
+    return Instance("dequantize.cu", "exl3_dequantize", macros)
+
+
+def dequantize(
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    shards: Sequence[int],
+    rotated: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Dense weights ``[in_features, sum of crop sizes]`` such that y = x·W.
+
+    Args:
+        trellis: int16, all shards flat.
+        suh: float16, all shards flat.
+        svh: float16, all shards flat.
+        shards: as `ops.shards.pack_shards` makes it; all of one ``in_features``.
+        rotated: give the decoded trellis Ŵ itself, without Hadamards and channel scales.
+        dtype: float16, bfloat16 or float32.
+    """
+    every = _unpack(tuple(shards))
+    if len({shard.in_features for shard in every}) != 1:
+        raise ValueError(f"shards of {[shard.in_features for shard in every]} inputs, expected one width")
+    _check(every, trellis, suh, svh)
+    device = runtime.device(trellis.device.index)
+    out = torch.empty(
+        (every[0].in_features, sum(shard.crop_size for shard in every)), dtype=dtype, device=trellis.device
+    )
+    stream = torch.cuda.current_stream(trellis.device).cuda_stream
+    column = trellis_at = suh_at = svh_at = 0
+    for shard in every:
+        arguments = ShardArgs(
+            trellis=trellis.data_ptr() + 2 * trellis_at,
+            suh=suh.data_ptr() + 2 * suh_at,
+            svh=svh.data_ptr() + 2 * svh_at,
+            in_features=shard.in_features,
+            out_features=shard.out_features,
+            crop_start=shard.crop_start,
+            crop_size=shard.crop_size,
+            out_column=column,
+        )
+        kernel = device.kernel(dequantize_instance(shard))
+        kernel.allow_shared(_DEQUANTIZE_SHARED)
+        scalars = [
+            ctypes.c_uint64(out.data_ptr()),
+            ctypes.c_int64(out.stride(0)),
+            ctypes.c_uint32(_ELEMENTS[dtype]),
+            ctypes.c_uint32(rotated),
+        ]
+        grid = (shard.out_features // BLOCK, shard.in_features // BLOCK)
+        kernel.launch(grid, _DEQUANTIZE_THREADS, _DEQUANTIZE_SHARED, stream, [arguments, *scalars], False)
+        column += shard.crop_size
+        trellis_at += shard.trellis_words
+        suh_at += shard.in_features
+        svh_at += shard.out_features
+    return out

@@ -1,0 +1,113 @@
+"""One device's kernels: compiled or taken from the cache, loaded once, handed out by instance."""
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from vllm_exl3 import env
+from vllm_exl3.cuda.cache import CubinCache, default_folder
+from vllm_exl3.cuda.compiler import Instance, compile_instance, fingerprint
+from vllm_exl3.cuda.driver import Kernel, load_kernel
+from vllm_exl3.cuda.geometry import GpuLimits
+
+__all__ = ["Device", "architecture_of", "build", "cache_folder", "device"]
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept."""
+    chosen = env.CACHE.get()
+    return Path(chosen).expanduser() / "cubins" if chosen else default_folder()
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """NVRTC's exact architecture for a compute capability; sm_90 and later with their own instructions."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def build(
+    instances: Iterable[Instance], architecture: str, cache: CubinCache, *, progress: bool = True
+) -> dict[Instance, bytes]:
+    """Cubins of all instances, compiled in parallel where the cache lacks them.
+
+    Args:
+        instances: what to build; duplicates are built once.
+        architecture: such as ``sm_90a``.
+        cache: where cubins are looked up and stored.
+        progress: log how many were compiled and how long it took.
+    """
+    wanted = list(dict.fromkeys(instances))
+    started = time.perf_counter()
+
+    def one(instance: Instance) -> tuple[bytes, bool]:
+        return cache.get(
+            fingerprint(instance, architecture), instance.label, lambda: compile_instance(instance, architecture).image
+        )
+
+    workers = max(1, min(len(wanted), os.cpu_count() or 1))
+    with ThreadPoolExecutor(workers, thread_name_prefix="exl3-nvrtc") as pool:
+        results = list(pool.map(one, wanted))
+    compiled = sum(not cached for _, cached in results)
+    if progress and compiled:
+        seconds = time.perf_counter() - started
+        logger.info("EXL3: compiled %d of %d kernels for %s in %.1f s", compiled, len(wanted), architecture, seconds)
+    return {instance: image for instance, (image, _) in zip(wanted, results, strict=True)}
+
+
+class Device:
+    """The kernels of one CUDA device in this process.
+
+    Args:
+        index: the CUDA device.
+    """
+
+    def __init__(self, index: int) -> None:
+        properties = torch.cuda.get_device_properties(index)
+        self.index = index
+        self.name = properties.name
+        self.capability = (properties.major, properties.minor)
+        self.limits = GpuLimits(
+            architecture=architecture_of(self.capability),
+            multiprocessors=properties.multi_processor_count,
+            shared_memory=properties.shared_memory_per_block_optin,
+        )
+        self._cache = CubinCache(cache_folder())
+        self._kernels: dict[Instance, Kernel] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, instances: Iterable[Instance]) -> None:
+        """Compile and load what a model needs, so that no request ever waits for a compiler."""
+        with self._lock:
+            missing = [instance for instance in dict.fromkeys(instances) if instance not in self._kernels]
+            if not missing:
+                return
+            images = build(missing, self.limits.architecture, self._cache)
+            with torch.cuda.device(self.index):
+                torch.cuda.current_stream()  # makes torch's context the current one
+                for instance, image in images.items():
+                    self._kernels[instance] = load_kernel(image, instance.entry, instance.label)
+
+    def kernel(self, instance: Instance) -> Kernel:
+        """The loaded kernel; compiled now, with a warning, where nothing prepared it."""
+        kernel = self._kernels.get(instance)
+        if kernel is None:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"{instance.label} was not prepared before a CUDA graph capture")
+            self.prepare([instance])
+            kernel = self._kernels[instance]
+        return kernel
+
+
+@functools.cache
+def device(index: int) -> Device:
+    """The `Device` of a CUDA device index, made once."""
+    return Device(index)
