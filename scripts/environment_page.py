@@ -24,7 +24,8 @@ def page() -> str:
     rows = []
     for variable in env.VARIABLES:
         also = f" Also read as {', '.join(f'`{name}`' for name in variable.aliases)}." if variable.aliases else ""
-        rows.append(f"| `{variable.name}` | `{variable.default}` | {variable.help}{also} |\n")
+        default = f"`{variable.default}`" if variable.default else "unset"
+        rows.append(f"| `{variable.name}` | {default} | {variable.help}{also} |\n")
     return HEAD + "".join(rows)
 
 

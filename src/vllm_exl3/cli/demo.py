@@ -51,5 +51,5 @@ def demo(
 
 
 def default_cache() -> Path:
-    """``vllm-exl3/demo`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-exl3" / "demo"
+    """``vllm_exl3/demo`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_exl3" / "demo"

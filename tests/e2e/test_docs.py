@@ -1,0 +1,52 @@
+"""The documents: generated pages are current, links lead somewhere, quoted result files exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_exl3 import env
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_the_environment_page_is_current() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "environment_page.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (ROOT / "docs" / "environment.md").read_text()
+    assert all(f"`{variable.name}`" in text for variable in env.VARIABLES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_quoted_results_exist(page: Path) -> None:
+    text = page.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    results = re.findall(r"benchmarks/results/[\w/-]+\.json", text)
+    missing = [link for link in links if link and not (page.parent / link).exists()]
+    missing += [name for name in results if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_every_command_that_the_readme_names_exists() -> None:
+    from typer.main import get_command
+
+    from vllm_exl3.cli import app
+
+    named = set(re.findall(r"vllm-exl3 ([a-z-]+) ?", (ROOT / "README.md").read_text()))
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert named & commands == commands, "a command is missing from the README"
+    assert {name for name in named if f"vllm-exl3 {name}" in _code(ROOT / "README.md")} <= commands
+
+
+def _code(page: Path) -> str:
+    text = page.read_text()
+    indented = [line for line in text.splitlines() if line.startswith("    ") and "pip install" not in line]
+    return "\n".join([*indented, *re.findall(r"`[^`\n]+`", text)])
