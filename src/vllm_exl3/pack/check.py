@@ -173,7 +173,9 @@ def _marker_faults(pack: Pack) -> Iterator[Exl3PackError]:
 
 
 def _foreign_weights(pack: Pack) -> Iterator[Exl3PackError]:
-    """Weights of another quantization would be copied into plain parameters without their scales."""
+    """Weights of another quantization that is not declared would be loaded without their scales."""
+    if pack.quantization.get("non_routed_quantization"):
+        return
     skipper = Skipper(pack)
     foreign = [
         tensor
@@ -183,9 +185,9 @@ def _foreign_weights(pack: Pack) -> Iterator[Exl3PackError]:
     if foreign:
         yield _fault(
             f"{len(foreign)} weights of dtype {foreign[0].dtype} ({_sample([tensor.name for tensor in foreign])})",
-            "EXL3, or 16- or 32-bit floats",
+            "EXL3, 16- or 32-bit floats, or a non_routed_quantization in config.json that names their format",
             f"{foreign[0].name} in {foreign[0].file}",
-            "The pack mixes EXL3 with another quantization, which is not served: convert these layers too.",
+            "Declare the source model's format as non_routed_quantization, or convert these layers to 16 bits.",
         )
 
 

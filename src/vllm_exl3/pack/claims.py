@@ -13,6 +13,7 @@ from typing import Any
 from vllm_exl3.pack.assemble import MARKERS
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.metadata import declared_blocks
+from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
 from vllm_exl3.pack.stored import StoredLinear
@@ -95,12 +96,15 @@ def _summary_differences(pack: Pack) -> Iterator[str]:
         yield f"codebook {codebook} (headers: {', '.join(sorted(used))})"
     yield from _layer_differences(pack, declared.get("layer_bits"))
     yield from _module_differences(pack, declared.get("non_routed_exl3"))
+    yield from _ngram_differences(pack, declared.get("ngram_embedding"))
 
 
 def _agrees(bits: float, body: list[StoredLinear]) -> bool:
-    """The declared value is the average, or, as other tools write it, the commonest K of the experts."""
-    experts = Counter(linear.bits for linear in body if ".experts." in linear.key)
-    return abs(bits - mean_bits(body)) <= _TOLERANCE or bool(experts and experts.most_common(1)[0][0] == bits)
+    """The declared value is the average or, as other tools write it, the commonest K (of the experts if any)."""
+    if abs(bits - mean_bits(body)) <= _TOLERANCE:
+        return True
+    experts = [linear for linear in body if ".experts." in linear.key]
+    return Counter(linear.bits for linear in experts or body).most_common(1)[0][0] == bits
 
 
 def _layer_differences(pack: Pack, layer_bits: object) -> Iterator[str]:
@@ -119,13 +123,30 @@ def _layer_differences(pack: Pack, layer_bits: object) -> Iterator[str]:
 
 
 def _module_differences(pack: Pack, spec: object) -> Iterator[str]:
-    """``non_routed_exl3.layers``: module to ``{"bits": K}``, under any of several spellings of its name."""
-    layers = spec.get("layers") if isinstance(spec, Mapping) else None
-    for key, entry in layers.items() if isinstance(layers, Mapping) else ():
-        linear = pack.linears.get(str(key))
+    """``non_routed_exl3``: a codebook, and ``layers``: vLLM module name to ``{"bits": K}``."""
+    if not isinstance(spec, Mapping):
+        return
+    codebook = spec.get("codebook")
+    used = {linear.codebook.label for key, linear in pack.linears.items() if ".experts." not in key}
+    if isinstance(codebook, str) and used and used != {codebook.lower()}:
+        yield f"non_routed_exl3.codebook {codebook} (headers: {', '.join(sorted(used))})"
+    layers = spec.get("layers")
+    resolver = NameResolver(pack) if layers else None
+    for prefix, entry in layers.items() if isinstance(layers, Mapping) else ():
         bits = entry.get("bits") if isinstance(entry, Mapping) else None
-        if linear is not None and isinstance(bits, int | float) and bits != linear.bits:
-            yield f"non_routed_exl3.layers {key}: {bits:g} (headers: {linear.bits:g})"
+        resolution = resolver.resolve(str(prefix)) if resolver else None
+        found = {linear.bits for linear in resolution.linears} if resolution else set()
+        if found and isinstance(bits, int | float) and found != {bits}:
+            headers = ", ".join(f"{value:g}" for value in sorted(found))
+            yield f"non_routed_exl3.layers {prefix}: {bits:g} (headers: {headers})"
+
+
+def _ngram_differences(pack: Pack, spec: object) -> Iterator[str]:
+    """``ngram_embedding``: the K of the n-gram tables."""
+    bits = spec.get("bits") if isinstance(spec, Mapping) else None
+    for table in pack.ngram_tables.values():
+        if bits is not None and bits != table.bits:
+            yield f"ngram_embedding.bits {bits} (headers: {table.bits})"
 
 
 def body_and_head(pack: Pack) -> tuple[list[StoredLinear], list[StoredLinear]]:

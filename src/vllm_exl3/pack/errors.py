@@ -3,8 +3,10 @@
 __all__ = ["Exl3PackError", "Exl3PackWarning"]
 
 
-class Exl3PackError(ValueError):
+class Exl3PackError(Exception):
     """A pack that cannot be served as it is.
+
+    Not a ValueError: pydantic, which validates vLLM's configuration, would bury the message in its own.
 
     Attributes:
         found: what the pack holds.

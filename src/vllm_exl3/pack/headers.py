@@ -115,7 +115,7 @@ def _parse(file: str, nbytes: int, text: bytes) -> FileHeader:
         raise _cut(file, f"a header that is no JSON ({error})", "a safetensors header") from error
     if not isinstance(entries, dict):
         raise _cut(file, f"a header that is a JSON {type(entries).__name__}", "a JSON object of tensors")
-    metadata = entries.pop("__metadata__", None) or {}
+    metadata = entries.pop("__metadata__", None)
     base = 8 + len(text)
     tensors: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
@@ -123,18 +123,21 @@ def _parse(file: str, nbytes: int, text: bytes) -> FileHeader:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             start, end = entry["data_offsets"]
             expected = (math.prod(shape) * ITEM_BITS[dtype] + 7) // 8
+            size = end - start
         except (KeyError, TypeError, ValueError) as error:
             raise _broken_entry(file, name, entry) from error
-        if end - start != expected:
+        if type(expected) is not int or type(start) is not int or start < 0 or min(shape, default=0) < 0:
+            raise _broken_entry(file, name, entry)
+        if size != expected:
             raise Exl3PackError(
-                found=f"{end - start} bytes for {dtype} {list(shape)}",
+                found=f"{size} bytes for {dtype} {list(shape)}",
                 expected=f"{expected} bytes",
                 where=f"{name} in {file}",
                 remedy="The header contradicts itself: fetch the file again or write the pack anew.",
             )
         tensors[name] = StoredTensor(name, dtype, shape, file, base + start, expected)
     _check_extent(file, nbytes, base, tensors)
-    return FileHeader(file, nbytes, tensors, metadata)
+    return FileHeader(file, nbytes, tensors, metadata if isinstance(metadata, dict) else {})
 
 
 def _check_extent(file: str, nbytes: int, base: int, tensors: Mapping[str, StoredTensor]) -> None:

@@ -123,8 +123,9 @@ class NameResolver:
         keys = self._keys(prefix)
         if keys is None:
             return None
-        self._claimed.update(keys)
-        return Resolution(prefix, tuple(self._part(key) for key in keys))
+        parts = tuple(self._part(key) for key in keys)
+        self._claimed.update(keys, (linear.key for part in parts for linear in part.slices))
+        return Resolution(prefix, parts)
 
     def resolve_embedding(self, prefix: str = "") -> StoredRowTable | StoredNgramTable | None:
         """The row-coded table for an embedding module, or None when it is dense or absent."""
@@ -153,9 +154,14 @@ class NameResolver:
             for key in self.pack.linears
             if key not in self._claimed
             and key not in self._dropped
-            and self._skipper.rule_for_module(key, draft=self.draft) is None
+            and self._wanted(key)
             and (skip is None or skip(key) is None)
         ]
+
+    def _wanted(self, key: str) -> bool:
+        if self.draft and not self._skipper.is_mtp(key):
+            return False  # the main model's, or shared with it
+        return self._skipper.rule_for_module(key, draft=self.draft) is None
 
     def raise_if_unmatched(self, skip: Callable[[str], str | None] | None = None) -> None:
         """Refuse a pack whose names and the model's do not meet.

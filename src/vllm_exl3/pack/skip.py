@@ -134,16 +134,14 @@ def classify(pack: Pack, *, speculation: bool = False) -> Accounts:
 
 
 def _served_as(pack: Pack, key: str, leaf: str, tensor: StoredTensor) -> str | None:
-    kind = None
+    declared = pack.quantization.get("non_routed_quantization")
+    kind = f"{declared.get('quant_method')} (declared source format)" if isinstance(declared, Mapping) else None
     if key in pack.linears:
-        if leaf in LINEAR_LEAVES:
-            kind = "EXL3 experts" if ".experts." in key else "EXL3 linears"
+        kind = ("EXL3 experts" if ".experts." in key else "EXL3 linears") if leaf in LINEAR_LEAVES else None
     elif key in pack.embeddings:
-        if leaf in ("trellis", "signs"):
-            kind = "EXL3 embeddings"
+        kind = "EXL3 embeddings" if leaf in ("trellis", "signs") else None
     elif _ngram_owner(pack, key):
-        if leaf in ("trellis", "head_bias", *NGRAM_EXTRA):
-            kind = "EXL3 n-gram tables"
+        kind = "EXL3 n-gram tables" if leaf in ("trellis", "head_bias", *NGRAM_EXTRA) else None
     elif tensor.dtype in ("F16", "BF16", "F32", "F64", "I64", "I32", "BOOL") and leaf not in LINEAR_LEAVES[:-1]:
         kind = "dense"
     return kind

@@ -10,8 +10,6 @@ __all__ = ["unserved"]
 
 def unserved(pack: Pack) -> Iterator[Exl3PackError]:
     """Parts of a sound pack that this version cannot serve."""
-    for key, group in list(pack.experts.items())[:1]:
-        yield _refusal(pack, f"routed experts ({len(group.members)} at {key})", "routed experts")
     for key, table in pack.embeddings.items():
         yield _refusal(pack, f"a row-coded {table.bits}-bit embedding at {key}", "quantized embeddings")
     for key, ngram in pack.ngram_tables.items():
@@ -25,5 +23,5 @@ def _refusal(pack: Pack, found: str, what: str) -> Exl3PackError:
         found=found,
         expected=f"a pack without {what}, which this version of vllm-exl3 does not serve yet",
         where=pack.source,
-        remedy="Serve it with exllamav3, or choose a pack of a dense model.",
+        remedy="Serve it with exllamav3, or choose a pack without them.",
     )

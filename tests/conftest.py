@@ -1,0 +1,14 @@
+"""Shared by all tests; its presence also puts this folder on the import path, for helpers such as `tiny_pack`."""
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+GOLDEN_PACKS = sorted(path.name for path in (DATA / "packs").iterdir())
+
+
+@pytest.fixture(params=GOLDEN_PACKS)
+def golden_pack(request: pytest.FixtureRequest) -> Path:
+    """The folder of each pack that exllamav3 itself has written."""
+    return DATA / "packs" / request.param
