@@ -200,7 +200,7 @@ def test_packed_names_join_without_stray_dots(
     ],
 )
 def test_mtp_layers_are_found_under_either_number(pack_of: MakePack, key: str, prefix: str) -> None:
-    pack = pack_of(key, "model.layers.0.mlp.down_proj")
+    pack = pack_of(key, "model.layers.0.mlp.down_proj", config={"num_nextn_predict_layers": 1})
     target = NameResolver(pack)
     target.resolve("model.layers.0.mlp.down_proj")
     target.raise_if_unmatched()  # MTP layers are not missed while nobody speculates

@@ -8,7 +8,7 @@ from tests.tiny_pack import Draft, llama
 
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
-from vllm_exl3.pack.skip import RULES, Accounts, classify, main_layers
+from vllm_exl3.pack.skip import RULES, Accounts, classify, draft_layers, main_layers
 
 
 def _classify(draft: Draft, folder: Path, **options: bool) -> Accounts:
@@ -38,6 +38,7 @@ def _mtp_block(draft: Draft) -> None:
 
 
 def _mtp_after_the_stack(draft: Draft) -> None:
+    draft.config["num_nextn_predict_layers"] = 1
     draft.add_linear("model.layers.2.mlp.up_proj", 128, 128)
     draft.tensors["model.layers.2.eh_proj.weight"] = ("BF16", np.zeros((4, 4)))
 
@@ -127,3 +128,22 @@ def test_declared_source_format_is_a_class_of_its_own(tmp_path: Path) -> None:
 )
 def test_main_layers(config: dict, layers: int) -> None:
     assert main_layers(config) == layers
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"num_nextn_predict_layers": 1}, 1),
+        ({"text_config": {"mtp_num_hidden_layers": 2}}, 2),
+        ({"num_hidden_layers": 3}, 0),
+        ({"num_nextn_predict_layers": None}, 0),
+    ],
+)
+def test_draft_layers_are_those_that_the_config_declares(config: dict, layers: int) -> None:
+    assert draft_layers(config) == layers
+
+
+def test_a_layer_beyond_the_stack_is_no_draft_without_a_declaration(tmp_path: Path) -> None:
+    draft = llama()
+    draft.add_linear("model.layers.2.mlp.up_proj", 128, 128)
+    assert not _classify(draft, tmp_path).skipped

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 PACKS = Path(__file__).parents[1] / "data" / "packs"
-DENSE = sorted(path.name for path in PACKS.iterdir() if "emb4" not in path.name and "moe" not in path.name)
+MOE = ("mixtral-4.0-3inst", "qwen3_moe-3.0-mul1")
+DENSE = sorted(path.name for path in PACKS.iterdir() if "emb4" not in path.name and path.name not in MOE)
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from vllm_exl3.pack.assemble import LINEAR_LEAVES, NGRAM_EXTRA
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import StoredTensor
 
-__all__ = ["RULES", "Accounts", "Rule", "Skipper", "classify", "main_layers"]
+__all__ = ["RULES", "Accounts", "Rule", "Skipper", "classify", "draft_layers", "main_layers"]
 
 _LAYER = re.compile(r"^(?:model\.|language_model\.|transformer\.)*layers\.(\d+)\.")
 _SPLIT_QKV = re.compile(r"^(?P<attention>.+\.attn)\.(?:q|k|v|q_proj|k_proj|v_proj)$")
@@ -26,45 +26,49 @@ class Rule:
     Attributes:
         name: what `inspect` shows.
         reason: why leaving them out is right.
-        matches: whether it applies to a tensor, given its module key.
+        matches: whether it applies to a module, given its key.
+        leaves: the tensors of the module that it applies to; empty for all.
         speculation: whether the tensors are wanted once speculative decoding is on.
     """
 
     name: str
     reason: str
-    matches: Callable[["Skipper", str, str], bool]
+    matches: Callable[["Skipper", str], bool]
+    leaves: tuple[str, ...] = ()
     speculation: bool = False
 
 
-def _alignment_filler(_: "Skipper", key: str, leaf: str) -> bool:
+def _alignment_filler(_: "Skipper", key: str) -> bool:
     return key.startswith("__align_pad__")
 
 
-def _mtp(skipper: "Skipper", key: str, leaf: str) -> bool:
+def _mtp(skipper: "Skipper", key: str) -> bool:
     return skipper.is_mtp(key)
 
 
-def _duplicated_vision(skipper: "Skipper", key: str, leaf: str) -> bool:
-    match = _SPLIT_QKV.match(key)
+def _duplicated_vision(skipper: "Skipper", key: str) -> bool:
+    match = _SPLIT_QKV.match(key) if ".attn." in key else None
     return match is not None and skipper.has_module(f"{match['attention']}.qkv")
 
 
-def _superseded(skipper: "Skipper", key: str, leaf: str) -> bool:
-    return leaf == "weight" and (key in skipper.pack.linears or key in skipper.pack.embeddings)
+def _superseded(skipper: "Skipper", key: str) -> bool:
+    return key in skipper.pack.linears or key in skipper.pack.embeddings
 
 
-def _rotary(_: "Skipper", key: str, leaf: str) -> bool:
-    return leaf in ("inv_freq", "cos_cached", "sin_cached")
+def _any_module(_: "Skipper", key: str) -> bool:
+    return True
 
 
 RULES = (
     Rule("alignment filler", "padding that lets other servers map the file; holds no weights", _alignment_filler),
     Rule("MTP without speculation", "draft layers, read only with --speculative-config", _mtp, speculation=True),
     Rule("duplicated vision attention", "q, k, v stored again beside the fused qkv", _duplicated_vision),
-    Rule("dense copy of an EXL3 module", "a .weight left beside a trellis; the trellis is served", _superseded),
-    Rule("rotary buffer", "computed by vLLM itself", _rotary),
+    Rule("dense copy of an EXL3 module", "a .weight beside a trellis; the trellis is served", _superseded, ("weight",)),
+    Rule("rotary buffer", "computed by vLLM itself", _any_module, ("inv_freq", "cos_cached", "sin_cached")),
 )
 """Every rule, in the order they are tried."""
+
+_RULED_LEAVES = frozenset(leaf for rule in RULES for leaf in rule.leaves)
 
 
 class Skipper:
@@ -73,15 +77,24 @@ class Skipper:
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
         self._main_layers = main_layers(pack.config)
+        self._module_rules: dict[str, Rule | None] = {}
 
     def rule_for_module(self, key: str, *, draft: bool = False) -> Rule | None:
         """The rule that skips a whole module; with ``draft`` speculation is on."""
-        return self._rule(key, "", draft)
+        if key not in self._module_rules:
+            whole = (rule for rule in RULES if not rule.leaves and rule.matches(self, key))
+            self._module_rules[key] = next(whole, None)
+        rule = self._module_rules[key]
+        return None if rule is not None and draft and rule.speculation else rule
 
     def rule_for_tensor(self, name: str, *, draft: bool = False) -> Rule | None:
         """The rule that skips one tensor; with ``draft`` speculation is on."""
         key, _, leaf = name.rpartition(".")
-        return self._rule(key, leaf, draft)
+        if (rule := self.rule_for_module(key, draft=draft)) is not None:
+            return rule
+        if leaf not in _RULED_LEAVES:
+            return None
+        return next((rule for rule in RULES if leaf in rule.leaves and rule.matches(self, key)), None)
 
     def is_mtp(self, key: str) -> bool:
         """Whether a module belongs to draft layers stored after the main stack or under ``mtp``."""
@@ -93,12 +106,6 @@ class Skipper:
     def has_module(self, key: str) -> bool:
         """Whether the pack stores this module, quantized or not."""
         return key in self.pack.linears or key in self.pack.dense
-
-    def _rule(self, key: str, leaf: str, draft: bool) -> Rule | None:
-        for rule in RULES:
-            if not (draft and rule.speculation) and rule.matches(self, key, leaf):
-                return rule
-        return None
 
 
 @dataclass
@@ -122,20 +129,22 @@ def classify(pack: Pack, *, speculation: bool = False) -> Accounts:
     """Sort every stored tensor into served, skipped under a rule, or unknown."""
     accounts = Accounts(ignored_files=pack.ignored_files)
     skipper = Skipper(pack)
+    declared = pack.quantization.get("non_routed_quantization")
+    other = f"{declared.get('quant_method')} (declared source format)" if isinstance(declared, Mapping) else None
     for name, tensor in pack.tensors.items():
         key, _, leaf = name.rpartition(".")
         if rule := skipper.rule_for_tensor(name, draft=speculation):
             accounts.skipped.setdefault(rule.name, []).append(tensor)
-        elif kind := _served_as(pack, key, leaf, tensor):
+        elif kind := _served_as(pack, key, leaf, tensor, other):
             accounts.served[kind] = accounts.served.get(kind, 0) + tensor.nbytes
         else:
             accounts.unknown.append(tensor)
     return accounts
 
 
-def _served_as(pack: Pack, key: str, leaf: str, tensor: StoredTensor) -> str | None:
-    declared = pack.quantization.get("non_routed_quantization")
-    kind = f"{declared.get('quant_method')} (declared source format)" if isinstance(declared, Mapping) else None
+def _served_as(pack: Pack, key: str, leaf: str, tensor: StoredTensor, other: str | None) -> str | None:
+    """The class of a served tensor; ``other`` is that of formats which only the metadata explains."""
+    kind = other
     if key in pack.linears:
         kind = ("EXL3 experts" if ".experts." in key else "EXL3 linears") if leaf in LINEAR_LEAVES else None
     elif key in pack.embeddings:
@@ -156,4 +165,13 @@ def main_layers(config: Mapping[str, Any]) -> int:
     for holder in (config.get("text_config"), config.get("llm_config"), config):
         if isinstance(holder, Mapping) and isinstance(holder.get("num_hidden_layers"), int):
             return int(holder["num_hidden_layers"])
+    return 0
+
+
+def draft_layers(config: Mapping[str, Any]) -> int:
+    """MTP layers that config.json declares, under any of the names in use."""
+    for holder in (config.get("text_config"), config.get("llm_config"), config):
+        for name, value in holder.items() if isinstance(holder, Mapping) else ():
+            if ("nextn" in name or "mtp" in name) and "layers" in name and type(value) is int:
+                return value
     return 0

@@ -25,6 +25,7 @@ from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.report import Report
+from vllm_exl3.serving.skipping import SkippedTensors, is_draft
 
 __all__ = ["Exl3Config"]
 
@@ -190,8 +191,7 @@ class Exl3Config(QuantizationConfig):
         """Checkpoint names that differ from parameter names. vLLM asks once the model is built."""
         self.verify_names()
         return WeightsMapper(
-            orig_to_new_regex={**self._head_rename},
-            orig_to_new_prefix={"__align_pad__.": None},
+            orig_to_new_regex={SkippedTensors(self.pack, self._claimed): None, **self._head_rename},
             # Packs up to exllamav3 0.0.2 store signs as bits; the loaders unpack them.
             orig_to_new_suffix={".su": ".suh", ".sv": ".svh"},
         )
@@ -210,7 +210,9 @@ class Exl3Config(QuantizationConfig):
         from vllm.distributed import get_pp_group
 
         if get_pp_group().world_size == 1:
-            self._names().raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else None)
+            names = self._names()
+            names.draft = is_draft(self.pack, self._claimed)
+            names.raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else None)
 
     def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
         resolution = self.resolve(prefix)

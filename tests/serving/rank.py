@@ -1,0 +1,15 @@
+"""One rank of a tensor-parallel engine, started by torchrun: prints the greedy tokens of some prompts."""
+
+import os
+import sys
+
+from tests.serving.engine import engine, generate
+from tests.serving.test_engine import PROMPTS
+
+if __name__ == "__main__":
+    ranks = int(os.environ["WORLD_SIZE"])
+    with engine(sys.argv[1], tensor_parallel_size=ranks, distributed_executor_backend="external_launcher") as llm:
+        tokens = generate(llm, PROMPTS, 24)
+        if os.environ["RANK"] == "0":
+            print(f"TOKENS {tokens}", flush=True)
+    os._exit(0)  # vLLM's own shutdown takes seconds and has nothing left to do

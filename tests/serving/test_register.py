@@ -1,0 +1,173 @@
+"""Registration, selection and life of the quantization config, without an engine."""
+
+import copy
+import importlib.util
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+import vllm_exl3
+from tests.serving.conftest import PACKS
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.serving import register as register_module
+from vllm_exl3.serving.config import Exl3Config
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm_nor_cuda() -> None:
+    code = "import sys, vllm_exl3; assert not {'torch', 'vllm', 'cuda', 'numpy'} & set(sys.modules), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_registering_twice_is_once() -> None:
+    vllm_exl3.register()
+    vllm_exl3.register()
+    assert get_quantization_config("exl3") is Exl3Config
+
+
+class _Entry:
+    """An installed entry point of another distribution."""
+
+    def __init__(self, name: str, value: str, distribution: str) -> None:
+        self.name, self.value, self.dist = name, value, SimpleNamespace(name=distribution)
+
+
+OWN = EntryPoint("exl3", "vllm_exl3:register", "vllm.general_plugins")
+
+
+@pytest.mark.parametrize(
+    ("entry", "allowed", "conflict"),
+    [
+        (_Entry("exl3", "other_exl3:register", "other-exl3"), None, ["other-exl3"]),
+        (_Entry("quantpack", "vllm_quantpack:register", "vllm-quantpack"), None, ["vllm-quantpack"]),
+        (_Entry("orca", "orcasaq2:register", "OrcaSAQ2"), None, ["OrcaSAQ2"]),
+        (_Entry("vision", "v:register", "qwen38_exl3_vision"), None, ["qwen38_exl3_vision"]),
+        (_Entry("flint", "f:register", "flint_vllm"), None, ["flint_vllm"]),
+        (_Entry("spark", "s:register", "spark_vllm"), None, ["spark_vllm"]),
+        (_Entry("quantpack", "vllm_quantpack:register", "vllm-quantpack"), "exl3", []),
+        (_Entry("lora_resolver", "x:register", "vllm-lora"), None, []),
+    ],
+)
+def test_other_plugins_that_serve_exl3_are_found(
+    monkeypatch: pytest.MonkeyPatch, entry: _Entry, allowed: str | None, conflict: list[str]
+) -> None:
+    monkeypatch.setattr(register_module, "entry_points", lambda group: [OWN, entry])
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert register_module.conflicts() == conflict
+
+
+def test_a_conflict_stops_with_one_message_and_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(register_module, "_registered", False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm_exl3_c" else find(name))
+    with pytest.raises(RuntimeError, match=r"vllm_exl3_c.*uninstall.*VLLM_PLUGINS=exl3"):
+        register_module.register()
+
+
+@pytest.mark.parametrize(
+    ("declared", "claimed"),
+    [
+        ({"quant_method": "exl3"}, "exl3"),
+        ({"quant_method": "EXL3"}, "exl3"),
+        (SimpleNamespace(quant_method="exl3"), "exl3"),
+        ({"quant_method": "exl2"}, None),
+        ({"quant_method": "gptq", "bits": 4}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_only_exl3_declarations_are_claimed(declared: Any, claimed: str | None) -> None:
+    assert Exl3Config.override_quantization_method(declared, None, hf_config=None, unknown=1) == claimed
+
+
+def opened(name: str = "llama_tied-3.0-mul1") -> Exl3Config:
+    config = Exl3Config({"quant_method": "exl3"})
+    config.maybe_update_config(str(PACKS / name), hf_config=None, revision=None, unknown=1)
+    return config
+
+
+def test_a_pickled_config_is_small_and_opens_its_pack_again() -> None:
+    data = pickle.dumps(opened())
+    assert len(data) < 4096
+    restored = pickle.loads(data)
+    assert "lm_head" in restored.pack.linears
+    assert restored.resolve("lm_head") is not None
+
+
+def test_a_copy_shares_no_state_with_the_original() -> None:
+    config = opened()
+    config.resolve("lm_head")
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    twin = copy.deepcopy(config)
+    assert not twin._claimed and not twin.packed_modules_mapping
+    assert twin.report is not config.report
+    assert twin.source == config.source
+
+
+def test_renames_that_arrive_late_keep_earlier_claims() -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    config = opened()
+    config.resolve("lm_head")
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
+    assert config.resolve("language_model.model.layers.0.self_attn.o_proj") is not None
+    assert {"lm_head", "model.layers.0.self_attn.o_proj"} <= config._claimed
+
+
+def test_activation_dtypes_are_the_three_that_the_ops_take() -> None:
+    assert set(Exl3Config.get_supported_act_dtypes()) == {torch.float16, torch.bfloat16, torch.float32}
+
+
+def test_the_embedding_hook_leaves_the_stock_class_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_exl3.register()
+    monkeypatch.setattr("vllm.model_executor.layers.vocab_parallel_embedding.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(
+        "vllm.model_executor.layers.vocab_parallel_embedding.get_tensor_model_parallel_world_size", lambda: 1
+    )
+    layer = VocabParallelEmbedding(128, 64, prefix="model.embed_tokens")
+    assert type(layer) is VocabParallelEmbedding
+    assert type(layer.quant_method).__name__ == "UnquantizedEmbeddingMethod"
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("qwen3-2.25-mul1-emb4", "quantized embeddings")],
+)
+def test_what_is_not_served_yet_is_refused_before_the_model_is_built(name: str, what: str) -> None:
+    with pytest.raises(Exl3PackError, match=what):
+        opened(name)
+
+
+def drop_declaration(config: dict[str, Any]) -> None:
+    config.pop("quantization_config")
+
+
+def test_a_pack_is_recognised_without_a_flag_and_with_one(variant: Callable[..., Path]) -> None:
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 64}
+    found = EngineArgs(model=str(PACKS / "llama_tied-3.0-mul1"), **options).create_engine_config()
+    assert isinstance(found.quant_config, Exl3Config)
+    undeclared = variant("llama_tied-3.0-mul1", config=drop_declaration)
+    forced = EngineArgs(model=str(undeclared), quantization="exl3", **options).create_engine_config()
+    assert isinstance(forced.quant_config, Exl3Config)
+
+
+def test_a_damaged_pack_is_refused_while_the_engine_is_configured(variant: Callable[..., Path]) -> None:
+    folder = variant("llama_tied-3.0-mul1")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(Exl3PackError) as error:
+        EngineArgs(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=64
+        ).create_engine_config()
+    assert "model.safetensors" in error.value.where and "bytes" in error.value.found
