@@ -64,7 +64,7 @@ LINEAR_KERNEL = Variable(
     "VLLM_EXL3_LINEAR_KERNEL",
     "auto",
     _choice("auto", "native", "exllamav3", "reference"),
-    "Which kernels serve the linears: auto takes the fastest that runs here; reference is plain PyTorch, for comparison.",
+    "Which kernels serve the linears: auto takes the fastest that runs here; reference is plain PyTorch.",
 )
 
 MOE_KERNEL = Variable(

@@ -1,5 +1,7 @@
 """Splits on blocks of 128: what ranks hold adds up to the whole layer, at any edge."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ def test_row_splits_at_any_edge_add_up_to_the_whole_product(width: int, ranks: i
     blocks = hadamard() / np.sqrt(BLOCK)
     total = np.zeros(8)
     edges = [width * rank // ranks for rank in range(ranks + 1)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         held = piece((start, end - start), (0, 8))
         local = np.zeros(held.row_size)
         local[held.row_offset : held.row_offset + end - start] = x[start:end]

@@ -116,7 +116,6 @@ def test_useless_scales_are_refused_while_loading(variant: Callable[..., Path], 
         pass
 
 
-
 def test_tensors_that_no_module_asks_for_are_refused_with_samples(variant: Callable[..., Path]) -> None:
     folder = variant(ODD, config=lambda config: config.update(num_hidden_layers=1))
     with pytest.raises(Exl3PackError, match=r"model\.layers\.1\."), engine(folder):
@@ -145,7 +144,7 @@ def test_two_ranks_give_one_ranks_tokens(name: str) -> None:
     }
     for left in Path("/dev/shm").glob("*-cpushm_*"):
         left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert f"TOKENS {alone}" in output.stdout, output.stdout[-2000:] + output.stderr[-4000:]
 
 

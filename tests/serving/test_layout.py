@@ -64,7 +64,10 @@ LAYERS: dict[str, tuple[Callable[[], Any], list[tuple[Any, int]]]] = {
     "qkv": (lambda: QKVParallelLinear(64, 16, 8, 4, bias=False), [("q", 128), ("k", 64), ("v", 64)]),
     "one kv head": (lambda: QKVParallelLinear(64, 16, 8, 1, bias=False), [("q", 128), ("k", 16), ("v", 16)]),
     "two kv heads": (lambda: QKVParallelLinear(64, 16, 8, 2, bias=False), [("q", 128), ("k", 32), ("v", 32)]),
-    "wide values": (lambda: QKVParallelLinear(64, 16, 8, 4, bias=False, v_head_size=32), [("q", 128), ("k", 64), ("v", 128)]),
+    "wide values": (
+        lambda: QKVParallelLinear(64, 16, 8, 4, bias=False, v_head_size=32),
+        [("q", 128), ("k", 64), ("v", 128)],
+    ),
 }
 
 
@@ -80,7 +83,9 @@ def test_outputs_are_the_rows_that_vllms_own_loaders_take(
         # The layer's own 16-bit weight, loaded with row numbers, shows which rows this rank takes.
         for shard, size in disk:
             numbered = torch.arange(size, dtype=torch.float32).view(size, 1).expand(size, layer.input_size).clone()
-            layer.weight.weight_loader(*((layer.weight, numbered) if shard is None else (layer.weight, numbered, shard)))
+            layer.weight.weight_loader(
+                *((layer.weight, numbered) if shard is None else (layer.weight, numbered, shard))
+            )
         sizes = getattr(layer, "output_partition_sizes", [layer.output_size])
         ours = layer_outputs(layer, sizes, layer.output_size)
         rows = [torch.arange(output.start, output.start + output.size, dtype=torch.float32) for output in ours]
@@ -113,7 +118,12 @@ def test_one_tensor_for_three_outputs_is_three_slices_under_tensor_parallelism(r
     parts = [exl3_part("in_proj_qkv", 256, 1024), exl3_part("in_proj_z", 256, 512)]
     layout = Layout("in_proj_qkvz", parts, outputs(256, 256, 512, 512, rank=rank, ranks=2), (0, 256, 256))
     columns = [(slot.part, slot.piece.column_start, slot.piece.crop_size) for slot in layout.exl3_slots]
-    assert columns == [(0, 128 * rank, 128), (0, 256 + 128 * rank, 128), (0, 512 + 256 * rank, 256), (1, 256 * rank, 256)]
+    assert columns == [
+        (0, 128 * rank, 128),
+        (0, 256 + 128 * rank, 128),
+        (0, 512 + 256 * rank, 256),
+        (1, 256 * rank, 256),
+    ]
     assert [layout.part_for(shard) for shard in ((0, 1, 2), 3)] == [0, 1]
     whole = Layout("in_proj_qkvz", parts, outputs(256, 256, 512, 512), (0, 256, 256))
     assert [slot.piece.crop_size for slot in whole.exl3_slots] == [1024, 512]
@@ -148,7 +158,9 @@ def test_padding_is_held_but_not_returned() -> None:
     ],
     ids=["outputs", "inputs", "dense rows"],
 )
-def test_sizes_that_do_not_fit_the_layer_are_refused_by_name(parts: list[Part], widths: tuple[int, ...], rows: int) -> None:
+def test_sizes_that_do_not_fit_the_layer_are_refused_by_name(
+    parts: list[Part], widths: tuple[int, ...], rows: int
+) -> None:
     with pytest.raises(Exl3PackError, match=r"model\.layers\.7\.some_proj") as error:
         Layout("model.layers.7.some_proj", parts, outputs(*widths), (0, rows, rows))
     assert error.value.found and error.value.expected and error.value.remedy

@@ -50,10 +50,7 @@ def decode_states(states: torch.Tensor, codebook: int) -> torch.Tensor:
         total = (product & 255) + ((product >> 8) & 255) + ((product >> 16) & 255) + (product >> 24)
         # One rounding: the affine value has at most 21 significant bits, exact in float64.
         return ((total + 1024).double() * 0.00676727294921875 - 10.3828125).half()
-    if codebook == Codebook.MCG:
-        product = states * 0xCBAC1FED
-    else:
-        product = states * 89226354 + 64248484
+    product = states * 0xCBAC1FED if codebook == Codebook.MCG else states * 89226354 + 64248484
     folded = (product & 0x8FFF8FFF) ^ 0x3B603B60
     low, high = (_half_from_bits(folded & 0xFFFF), _half_from_bits(folded >> 16))
     return (low.double() + high.double()).half()

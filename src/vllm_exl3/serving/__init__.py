@@ -1,0 +1,1 @@
+"""The half that knows vLLM; no module outside this folder imports it."""

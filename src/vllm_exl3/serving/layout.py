@@ -164,7 +164,7 @@ class Layout:
                 found=f"a tensor for output {shard_id!r}",
                 expected=f"one of the layer's {len(self.part_of_output)} outputs",
                 where=self.where,
-                remedy="The model class hands its weights over in an order this version does not know; please report it.",
+                remedy="The model class hands its weights over in an order unknown to this version; please report it.",
             )
         return self.part_of_output[index]
 
