@@ -13,7 +13,7 @@ import torch
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import TILE
 
-__all__ = ["Projection", "unpack_expert", "pack_table", "projection_kinds"]
+__all__ = ["Projection", "pack_table", "projection_kinds", "unpack_expert"]
 
 
 @dataclass(frozen=True, slots=True)
