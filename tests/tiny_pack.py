@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 MARKER_VALUES = {"mcg": -877912083, "mul1": -2082680531}
-_TYPES = {"F16": "<f2", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "BF16": "<u2", "U8": "u1", "F8_E4M3": "u1"}
+_TYPES = {
+    "F16": "<f2",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F32": "<f4",
+    "BF16": "<u2",
+    "U8": "u1",
+    "F8_E4M3": "u1",
+}
 
 Spec = tuple[str, np.ndarray]
 
@@ -84,7 +93,9 @@ class Draft:
         return self
 
 
-def write_safetensors(path: Path, tensors: dict[str, Spec], edit: Callable[[dict[str, Any]], None] | None = None) -> None:
+def write_safetensors(
+    path: Path, tensors: dict[str, Spec], edit: Callable[[dict[str, Any]], None] | None = None
+) -> None:
     """Write one safetensors file."""
     header: dict[str, Any] = {}
     blobs = []
@@ -127,7 +138,13 @@ def linear(
 
 def llama(*, layers: int = 2, bits: float = 3, codebook: str = "mul1", head_bits: float = 6) -> Draft:
     """A complete small Llama: hidden 128, MLP 256, two heads of 64, vocabulary 256."""
-    quantization = {"quant_method": "exl3", "version": "1.6.5", "bits": bits, "head_bits": head_bits, "codebook": codebook}
+    quantization = {
+        "quant_method": "exl3",
+        "version": "1.6.5",
+        "bits": bits,
+        "head_bits": head_bits,
+        "codebook": codebook,
+    }
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

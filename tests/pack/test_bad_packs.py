@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiny_pack import Draft, linear, llama
 
+from tests.tiny_pack import Draft, linear, llama
 from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.source import LocalFolder
@@ -295,7 +295,7 @@ def test_other_formats_are_named(suffix: str, tmp_path: Path) -> None:
     draft = llama()
     draft.tensors = {f"model.layers.0.self_attn.q_proj{suffix}": ("I32", np.zeros((8, 8)))}
     draft.config["quantization_config"] = {"quant_method": "other"}
-    with pytest.raises(Exl3PackError, match="EXL2|GPTQ|compressed-tensors|FP8") as caught:
+    with pytest.raises(Exl3PackError, match=r"EXL2|GPTQ|compressed-tensors|FP8") as caught:
         Pack.open(draft.write(tmp_path))
     assert "'other'" in caught.value.found
 

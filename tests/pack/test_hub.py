@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, snapshot_download
+
 from tests.pack.hub_server import REPOSITORY, Hub, serve
 from tests.tiny_pack import llama
-
 from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.headers import FIRST_READ

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_pack import llama
 
+from tests.tiny_pack import llama
 from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.metadata import declared_blocks, ledger_entries, merge_blocks, sidecar_head
@@ -117,9 +117,10 @@ def test_pack_rewritten_for_another_plugin_opens_like_the_original(tmp_path: Pat
         "native_quantization_config": original.config["quantization_config"],
         "derived_from_headers": True,
     }
-    rewritten.after = lambda folder: [
-        (folder / f"{name}.native").write_text("{}") for name in ("config.json", "model.safetensors.index.json")
-    ] and None
+    rewritten.after = lambda folder: (
+        [(folder / f"{name}.native").write_text("{}") for name in ("config.json", "model.safetensors.index.json")]
+        and None
+    )
     first = Pack.open(original.write(tmp_path / "original"))
     second = Pack.open(rewritten.write(tmp_path / "rewritten"))
     assert check(first) == check(second) == []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiny_pack import Draft, linear, llama
 
+from tests.tiny_pack import Draft, linear, llama
 from vllm_exl3.pack import Exl3PackError, NameResolver, Pack
 
 LLAMA = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tests.conftest import DATA
 from tests.tiny_pack import Draft, linear, llama
-
 from vllm_exl3.pack import Codebook, Exl3PackError, Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.source import LocalFolder
@@ -238,7 +238,8 @@ def test_meaningless_scales_are_refused(values: list[float], message: str, dtype
 
 
 @pytest.mark.parametrize(
-    "values", [np.array([0.0, 1.0], np.float16), np.zeros(0, np.float16), np.zeros(4, np.int16), -np.ones(3, np.float32)]
+    "values",
+    [np.array([0.0, 1.0], np.float16), np.zeros(0, np.float16), np.zeros(4, np.int16), -np.ones(3, np.float32)],
 )
 def test_sound_scales_pass(values: np.ndarray) -> None:
     check_scales("x.svh", values)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiny_pack import Draft, llama
 
+from tests.tiny_pack import Draft, llama
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.skip import RULES, Accounts, classify, draft_layers, main_layers

@@ -8,6 +8,7 @@ Source: the EXL3 format as written by exllamav3 1.6.5.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import (
@@ -29,12 +30,15 @@ __all__ = [
     "NGRAM_EXTRA",
     "RING_GROUP",
     "RING_NGRAM",
+    "Assembly",
+    "assemble",
     "assemble_linear",
     "group_experts",
-    "sort_trellises",
 ]
 
 Tensors = Mapping[str, StoredTensor]
+Parts = Mapping[str, StoredTensor]
+"""The tensors of one module by leaf name, such as ``trellis`` or ``suh``."""
 
 MARKERS: Mapping[str, tuple[Codebook, int]] = {
     "mcg": (Codebook.MCG, 0xCBAC1FED),
@@ -58,45 +62,63 @@ _ROLE = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_p
 _NGRAM_SHARD = re.compile(r"^(?P<key>.+)\.shard_(?P<index>\d+)$")
 
 
-def sort_trellises(
-    tensors: Tensors,
-) -> tuple[dict[str, StoredLinear], dict[str, StoredRowTable], dict[str, StoredNgramTable]]:
-    """Build every EXL3 object of a pack.
+@dataclass
+class Assembly:
+    """The modules of a pack, each mapping by key in the order of the headers.
 
-    Returns:
-        Linears, row-coded embeddings and n-gram tables, each by key in the order of the headers.
+    Attributes:
+        linears: EXL3 linears.
+        embeddings: row-coded token embeddings.
+        ngram_tables: row-coded n-gram tables.
+        dense: the ``.weight`` of every module without a trellis.
+    """
+
+    linears: dict[str, StoredLinear] = field(default_factory=dict)
+    embeddings: dict[str, StoredRowTable] = field(default_factory=dict)
+    ngram_tables: dict[str, StoredNgramTable] = field(default_factory=dict)
+    dense: dict[str, StoredTensor] = field(default_factory=dict)
+
+
+def assemble(tensors: Tensors) -> Assembly:
+    """Sort every tensor of a pack into modules.
 
     Raises:
         Exl3PackError: a trellis lacks what belongs to it, or its tensors contradict each other.
     """
-    linears: dict[str, StoredLinear] = {}
-    embeddings: dict[str, StoredRowTable] = {}
-    shards: defaultdict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    modules: defaultdict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        if not name.endswith(".trellis"):
-            continue
-        key = name[: -len(".trellis")]
-        if len(tensor.shape) == 3:
-            linears[key] = assemble_linear(key, tensors)
-        elif len(tensor.shape) == 2 and f"{key}.signs" in tensors:
-            embeddings[key] = _row_table(key, tensors)
-        elif len(tensor.shape) == 2 and (match := _NGRAM_SHARD.match(key)):
-            shards[match["key"]][int(match["index"])] = tensor
-        elif len(tensor.shape) == 2 and f"{key}.head_bias" in tensors:
-            shards[key][0] = tensor
+        key, _, leaf = name.rpartition(".")
+        modules[key][leaf] = tensor
+    found = Assembly()
+    shards: defaultdict[str, dict[int, StoredTensor]] = defaultdict(dict)
+    for key, parts in modules.items():
+        trellis = parts.get("trellis")
+        if trellis is None:
+            if "weight" in parts:
+                found.dense[key] = parts["weight"]
+        elif len(trellis.shape) == 3:
+            found.linears[key] = assemble_linear(key, parts)
+        elif len(trellis.shape) == 2 and "signs" in parts:
+            found.embeddings[key] = _row_table(key, parts)
+        elif len(trellis.shape) == 2 and (match := _NGRAM_SHARD.match(key)):
+            shards[match["key"]][int(match["index"])] = trellis
+        elif len(trellis.shape) == 2 and "head_bias" in parts:
+            shards[key][0] = trellis
         else:
-            raise _shape(tensor, "[in/16, out/16, 16·K], or [rows, words] beside .signs (embedding) or .head_bias")
-    return linears, embeddings, {key: _ngram_table(key, parts, tensors) for key, parts in shards.items()}
+            raise _shape(trellis, "[in/16, out/16, 16·K], or [rows, words] beside .signs (embedding) or .head_bias")
+    for key, numbered in shards.items():
+        found.ngram_tables[key] = _ngram_table(key, numbered, modules.get(key, {}))
+    return found
 
 
-def assemble_linear(key: str, tensors: Tensors) -> StoredLinear:
-    """Build the linear ``key`` from the tensors named ``key.*``.
+def assemble_linear(key: str, parts: Parts) -> StoredLinear:
+    """Build the linear ``key`` from its tensors.
 
     Raises:
         Exl3PackError: a part is missing, has another shape or dtype than the trellis demands, or
             names a second codebook.
     """
-    trellis = tensors[f"{key}.trellis"]
+    trellis = parts["trellis"]
     _expect_dtype(trellis, "I16")
     rows, columns, width = trellis.shape
     half_bits, rest = divmod(width, TILE // 2)
@@ -105,7 +127,7 @@ def assemble_linear(key: str, tensors: Tensors) -> StoredLinear:
     in_features, out_features = rows * TILE, columns * TILE
     if not rows or not columns or in_features % BLOCK or out_features % BLOCK:
         raise _shape(trellis, f"{in_features} inputs and {out_features} outputs to be positive multiples of {BLOCK}")
-    codebook, marker = _codebook(key, tensors)
+    codebook, marker = _codebook(key, parts)
     if half_bits % 2 and codebook is not Codebook.MUL1:
         raise Exl3PackError(
             found=f"K = {half_bits / 2} with the {codebook.label} codebook",
@@ -113,11 +135,11 @@ def assemble_linear(key: str, tensors: Tensors) -> StoredLinear:
             where=_place(trellis),
             remedy="The marker tensor is missing or the file is damaged: fetch the pack again or quantize it anew.",
         )
-    if scale := tensors.get(f"{key}.scale"):
+    if "scale" in parts:
         raise Exl3PackError(
             found="a .scale beside a trellis",
             expected="suh and svh only; a scale tensor belongs to no EXL3 version that can be decoded",
-            where=_place(scale),
+            where=_place(parts["scale"]),
             remedy="Quantize the model again with a current exllamav3.",
         )
     return StoredLinear(
@@ -127,15 +149,15 @@ def assemble_linear(key: str, tensors: Tensors) -> StoredLinear:
         in_features=in_features,
         out_features=out_features,
         trellis=trellis,
-        suh=_scales(trellis, key, "su", in_features, tensors),
-        svh=_scales(trellis, key, "sv", out_features, tensors),
-        bias=_bias(key, out_features, tensors),
+        suh=_scales(trellis, "su", in_features, parts),
+        svh=_scales(trellis, "sv", out_features, parts),
+        bias=_bias(out_features, parts),
         marker=marker,
     )
 
 
-def _codebook(key: str, tensors: Tensors) -> tuple[Codebook, StoredTensor | None]:
-    mcg, mul1 = tensors.get(f"{key}.mcg"), tensors.get(f"{key}.mul1")
+def _codebook(key: str, parts: Parts) -> tuple[Codebook, StoredTensor | None]:
+    mcg, mul1 = parts.get("mcg"), parts.get("mul1")
     if mcg is not None and mul1 is not None:
         raise Exl3PackError(
             found="both .mcg and .mul1",
@@ -152,9 +174,9 @@ def _codebook(key: str, tensors: Tensors) -> tuple[Codebook, StoredTensor | None
     return (Codebook.MCG if mcg is not None else Codebook.MUL1), marker
 
 
-def _scales(trellis: StoredTensor, key: str, leaf: str, features: int, tensors: Tensors) -> StoredTensor:
+def _scales(trellis: StoredTensor, leaf: str, features: int, parts: Parts) -> StoredTensor:
     """``suh`` or ``svh``, or the packed signs ``su`` or ``sv`` of a pack from before exllamav3 0.0.2."""
-    real, signs = tensors.get(f"{key}.{leaf}h"), tensors.get(f"{key}.{leaf}")
+    real, signs = parts.get(f"{leaf}h"), parts.get(leaf)
     if (real is None) == (signs is None):
         raise Exl3PackError(
             found=f"both .{leaf}h and .{leaf}" if real else f"neither .{leaf}h nor .{leaf}",
@@ -170,8 +192,8 @@ def _scales(trellis: StoredTensor, key: str, leaf: str, features: int, tensors: 
     return tensor
 
 
-def _bias(key: str, out_features: int, tensors: Tensors) -> StoredTensor | None:
-    bias = tensors.get(f"{key}.bias")
+def _bias(out_features: int, parts: Parts) -> StoredTensor | None:
+    bias = parts.get("bias")
     if bias is None:
         return None
     _expect_dtype(bias, "F16", "BF16", "F32")
@@ -181,8 +203,8 @@ def _bias(key: str, out_features: int, tensors: Tensors) -> StoredTensor | None:
     return bias
 
 
-def _row_table(key: str, tensors: Tensors) -> StoredRowTable:
-    trellis, signs = tensors[f"{key}.trellis"], tensors[f"{key}.signs"]
+def _row_table(key: str, parts: Parts) -> StoredRowTable:
+    trellis, signs = parts["trellis"], parts["signs"]
     _expect_dtype(trellis, "I16")
     _expect_dtype(signs, "F16")
     if len(signs.shape) != 2 or signs.shape[1] != RING_GROUP or not signs.shape[0]:
@@ -193,11 +215,11 @@ def _row_table(key: str, tensors: Tensors) -> StoredRowTable:
     return StoredRowTable(key, bits, rows, groups, trellis, signs)
 
 
-def _ngram_table(key: str, parts: Mapping[int, StoredTensor], tensors: Tensors) -> StoredNgramTable:
-    shards = tuple(parts[index] for index in sorted(parts))
-    head_bias = tensors.get(f"{key}.head_bias")
-    if head_bias is None or sorted(parts) != list(range(len(parts))):
-        found = "no .head_bias" if head_bias is None else f"shards {sorted(parts)[:8]}"
+def _ngram_table(key: str, numbered: Mapping[int, StoredTensor], parts: Parts) -> StoredNgramTable:
+    shards = tuple(numbered[index] for index in sorted(numbered))
+    head_bias = parts.get("head_bias")
+    if head_bias is None or sorted(numbered) != list(range(len(numbered))):
+        found = "no .head_bias" if head_bias is None else f"shards {sorted(numbered)[:8]}"
         raise Exl3PackError(
             found=found,
             expected="a .head_bias and shards numbered from 0 without a gap",
@@ -212,7 +234,7 @@ def _ngram_table(key: str, parts: Mapping[int, StoredTensor], tensors: Tensors) 
         if shard.shape[1] != shards[0].shape[1]:
             raise _shape(shard, f"{shards[0].shape[1]} words a row as in {shards[0].name}")
     bits = _ring_bits(shards[0], shards[0].shape[1], 1, RING_NGRAM)
-    extra = {leaf: tensors[f"{key}.{leaf}"] for leaf in NGRAM_EXTRA if f"{key}.{leaf}" in tensors}
+    extra = {leaf: parts[leaf] for leaf in NGRAM_EXTRA if leaf in parts}
     return StoredNgramTable(key, bits, sum(shard.shape[0] for shard in shards), shards, head_bias, extra)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_exl3.pack.claims import claim_faults, claim_warnings
+from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
 from vllm_exl3.pack.files import missing_file_fault
 from vllm_exl3.pack.names import EMBEDDING_NAMES, HEAD_NAMES
@@ -51,7 +51,7 @@ def find_faults(pack: Pack) -> Iterator[Exl3PackError]:
         yield fault
     yield from _index_faults(pack)
     yield from _declaration_faults(pack)
-    yield from claim_faults(pack)
+    yield from audit_ledger(pack).faults
     yield from _orphans(pack)
     yield from _marker_faults(pack)
     yield from _foreign_weights(pack)

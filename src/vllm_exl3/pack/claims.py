@@ -8,6 +8,8 @@ summarise: one warning names every disagreement with both values, and the header
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from vllm_exl3.pack.assemble import MARKERS
@@ -18,24 +20,44 @@ from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
 from vllm_exl3.pack.stored import StoredLinear
 
-__all__ = ["body_and_head", "claim_faults", "claim_warnings", "mean_bits"]
+__all__ = ["LedgerAudit", "audit_ledger", "body_and_head", "claim_warnings", "mean_bits"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TOLERANCE = 0.1
 """How far the declared average may lie from the measured one: writers round, and count differently."""
 
 
-def claim_faults(pack: Pack) -> Iterator[Exl3PackError]:
-    """Ledger entries that contradict the tensors they describe."""
+@dataclass(frozen=True)
+class LedgerAudit:
+    """What one pass over the ledger shows.
+
+    Attributes:
+        faults: entries that contradict the tensors they describe.
+        absent: listed tensors that no file holds.
+    """
+
+    faults: tuple[Exl3PackError, ...]
+    absent: tuple[str, ...]
+
+
+@lru_cache(maxsize=4)
+def audit_ledger(pack: Pack) -> LedgerAudit:
+    """Compare every entry of ``tensor_storage`` with the headers."""
+    faults: list[Exl3PackError] = []
+    absent: list[str] = []
     for key, entry in pack.ledger():
         linear = pack.linears.get(key)
-        for found, expected in _contradictions(pack, key, linear, entry):
-            yield Exl3PackError(
+        absent += [name for name in _stored(entry) if name not in pack.tensors]
+        faults += [
+            Exl3PackError(
                 found=found,
                 expected=f"{expected}, as tensor_storage in quantization_config.json says",
                 where=f"{key} in {linear.trellis.file if linear else pack.source}",
                 remedy="The file and quantization_config.json are of different packs: fetch both from one revision.",
             )
+            for found, expected in _contradictions(pack, key, linear, entry)
+        ]
+    return LedgerAudit(tuple(faults), tuple(absent))
 
 
 def _contradictions(
@@ -53,9 +75,8 @@ def _contradictions(
             value = entry.get(f"{leaf}_multiplier")
             if isinstance(value, int) and (value & 0xFFFFFFFF != multiplier or linear.codebook is not codebook):
                 yield f"codebook {linear.codebook.label}", f"{leaf} with multiplier 0x{value & 0xFFFFFFFF:08X}"
-    stored = entry.get("stored_tensors")
-    for name, described in stored.items() if isinstance(stored, Mapping) else ():
-        shape = described.get("shape") if isinstance(described, Mapping) else None
+    for name, described in _stored(entry).items():
+        shape = described.get("shape") if isinstance(described, dict) else None
         tensor = pack.tensors.get(name)
         if tensor is not None and isinstance(shape, list) and tuple(shape) != tensor.shape:
             yield f"shape {list(tensor.shape)} of {name}", f"{shape}"
@@ -71,14 +92,13 @@ def claim_warnings(pack: Pack) -> Iterator[str]:
             "config.json has no quantization_config, so vLLM takes this pack for an unquantized model: "
             "start it with --quantization exl3"
         )
-    absent = [name for _, entry in pack.ledger() for name in _stored(entry) if name not in pack.tensors]
-    if absent:
+    if absent := audit_ledger(pack).absent:
         yield f"tensor_storage lists {len(absent)} tensors that no file holds: {', '.join(absent[:3])}"
 
 
 def _stored(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     stored = entry.get("stored_tensors")
-    return stored if isinstance(stored, Mapping) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def _summary_differences(pack: Pack) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.pack import metadata
-from vllm_exl3.pack.assemble import group_experts, sort_trellises
+from vllm_exl3.pack.assemble import assemble, group_experts
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.files import missing_file_fault, no_trellis_fault, weight_files
 from vllm_exl3.pack.headers import FileHeader, paused_gc, read_header
@@ -193,22 +193,18 @@ class Pack:
 
     def _assemble(self) -> None:
         try:
-            linears, embeddings, tables = sort_trellises(self.tensors)
+            found = assemble(self.tensors)
         except Exl3PackError:
             # A linear whose parts lie in two files looks broken when one is absent: name the cause.
             if fault := missing_file_fault(self):
                 raise fault from None
             raise
-        if not (linears or embeddings or tables):
+        if not (found.linears or found.embeddings or found.ngram_tables):
             raise missing_file_fault(self) or no_trellis_fault(self._files, self.tensors, self.config)
-        self.linears: Mapping[str, StoredLinear] = linears
-        self.embeddings: Mapping[str, StoredRowTable] = embeddings
-        self.ngram_tables: Mapping[str, StoredNgramTable] = tables
-        self.dense: Mapping[str, StoredTensor] = {
-            key: tensor
-            for name, tensor in self.tensors.items()
-            if name.endswith(".weight") and (key := name[: -len(".weight")]) not in linears and key not in embeddings
-        }
+        self.linears: Mapping[str, StoredLinear] = found.linears
+        self.embeddings: Mapping[str, StoredRowTable] = found.embeddings
+        self.ngram_tables: Mapping[str, StoredNgramTable] = found.ngram_tables
+        self.dense: Mapping[str, StoredTensor] = found.dense
 
     def _text(self, name: str) -> str | None:
         if name not in self.names:

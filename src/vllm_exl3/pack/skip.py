@@ -76,7 +76,8 @@ class Skipper:
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
-        self._main_layers = main_layers(pack.config)
+        first = main_layers(pack.config)
+        self._draft_layers = range(first, first + draft_layers(pack.config))
         self._module_rules: dict[str, Rule | None] = {}
 
     def rule_for_module(self, key: str, *, draft: bool = False) -> Rule | None:
@@ -97,11 +98,11 @@ class Skipper:
         return next((rule for rule in RULES if leaf in rule.leaves and rule.matches(self, key)), None)
 
     def is_mtp(self, key: str) -> bool:
-        """Whether a module belongs to draft layers stored after the main stack or under ``mtp``."""
+        """Whether a module belongs to draft layers: under ``mtp``, or those that config.json counts after the stack."""
         if key.startswith(("mtp.", "model.mtp.")):
             return True
         match = _LAYER.match(f"{key}.")
-        return match is not None and bool(self._main_layers) and int(match[1]) >= self._main_layers
+        return match is not None and int(match[1]) in self._draft_layers
 
     def has_module(self, key: str) -> bool:
         """Whether the pack stores this module, quantized or not."""
