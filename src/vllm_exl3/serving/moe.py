@@ -97,7 +97,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             if sizes.bias:
                 _register(layer, f"{name}_bias", torch.zeros(sizes.bias, dtype=torch.float32), self.load_bias)
             for codebook in (Codebook.MCG, Codebook.MUL1):
-                if codebook in layout.markers(name):
+                if codebook in layout.markers[name]:
                     # The codebook is known from the headers; an empty parameter gives hand-written loaders its name.
                     marker = torch.empty(0, dtype=torch.int32)
                     _register(layer, f"{name}_{codebook.label}", marker, self.load_marker)

@@ -86,9 +86,12 @@ class ExpertLayout:
         start, size = block_split(_padded(intermediate), rank, ranks, where=where)
         self.intermediate = min(start + size, intermediate) - start
         self._share = (start, size)
-        self._stored = [[linears[group.members[expert][role]] for role in roles] for expert in self.local]
+        everywhere = [[linears[group.members[expert][role]] for role in roles] for expert in range(total)]
+        # Other ranks' tensors pass through this rank's loaders too, so these follow from all experts.
+        self.markers = {name: _markers(_named(name, everywhere)) for name in ("w13", "w2")}
+        self._biased = {name: self._has_bias(name, _named(name, everywhere)) for name in ("w13", "w2")}
+        self._stored = [everywhere[expert] for expert in self.local]
         self._check_sizes(intermediate)
-        self._biased = {name: self._has_bias(name) for name in ("w13", "w2")}
         self.slots, self.sizes = self._place()
         projections = [[slot.projection for slot in expert] for expert in self.slots]
         self.table = pack_table(projections)
@@ -106,16 +109,7 @@ class ExpertLayout:
         """How many projections use each codebook."""
         return Counter(slot.linear.codebook.label for expert in self.slots for slot in expert)
 
-    def markers(self, name: str) -> set[Codebook]:
-        """The codebooks that have a marker tensor somewhere in ``w13`` or ``w2``."""
-        found = (linear for expert in self._stored for linear in self._parts(name, expert))
-        return {linear.codebook for linear in found if linear.marker is not None}
-
-    def _parts(self, name: str, expert: list[StoredLinear]) -> list[StoredLinear]:
-        return expert[:-1] if name == "w13" else expert[-1:]
-
-    def _has_bias(self, name: str) -> bool:
-        stored = [linear for expert in self._stored for linear in self._parts(name, expert)]
+    def _has_bias(self, name: str, stored: list[StoredLinear]) -> bool:
         biased = [linear for linear in stored if linear.bias is not None]
         if biased and len(biased) != len(stored):
             raise Exl3PackError(
@@ -170,6 +164,15 @@ class ExpertLayout:
                 at[3] += outputs if self._biased[name] else 0
             slots.append(expert)
         return slots, {name: Sizes(*at) for name, at in taken.items()}
+
+
+def _named(name: str, experts: list[list[StoredLinear]]) -> list[StoredLinear]:
+    """The projections that ``w13`` or ``w2`` holds, of all these experts."""
+    return [linear for expert in experts for linear in (expert[:-1] if name == "w13" else expert[-1:])]
+
+
+def _markers(stored: list[StoredLinear]) -> set[Codebook]:
+    return {linear.codebook for linear in stored if linear.marker is not None}
 
 
 def _padded(channels: int) -> int:
