@@ -20,7 +20,7 @@ from vllm_exl3.demo.prepare import Workshop
 from vllm_exl3.demo.server import Server, choose_port, signals_as_exit, vllm_command
 from vllm_exl3.tools import vllm_cpu
 
-__all__ = ["PARAGRAPH", "QUESTIONS", "Settings", "run_demo"]
+__all__ = ["PARAGRAPH", "QUESTIONS", "Settings", "judge", "run_demo"]
 
 QUESTIONS = (("What is the capital of France?", "Paris"), ("Why is the sky blue?", None))
 """What is asked, and what the answer must contain."""
@@ -81,7 +81,7 @@ def run_demo(settings: Settings, console: Console) -> list[str]:
         for (question, wanted), answer in zip(QUESTIONS, answers, strict=True)
         if wanted is not None and wanted not in answer.text
     ]
-    failures += _judge(divergence, answers, workshop.identity, settings, display)
+    failures += judge(divergence, answers, workshop.identity, settings, display)
     display.say("time", f"{time.monotonic() - start:.0f} s")
     return failures
 
@@ -142,10 +142,14 @@ def _token_ids(pack: Path) -> list[int]:
     return list(Tokenizer.from_file(str(pack / "tokenizer.json")).encode(PARAGRAPH).ids)
 
 
-def _judge(
+def judge(
     divergence: float, answers: list[Answer], identity: dict[str, Any], settings: Settings, display: Display
 ) -> list[str]:
-    """Compare the divergence with the recorded one, or record it."""
+    """Compare the divergence with the recorded one, or record it.
+
+    Returns:
+        What is wrong with it, or nothing.
+    """
     found = f"{divergence:.4f} nats per token from the 16-bit model"
     rates = [answer.tokens_per_second for answer in answers if answer.tokens_per_second is not None]
     if settings.record:
@@ -159,6 +163,6 @@ def _judge(
         return []
     limit = expected * baseline.MARGIN
     display.say("KL", f"{found}; recorded {expected:.4f}, limit {limit:.4f}")
-    if divergence > limit:
+    if not divergence <= limit:  # NaN fails too
         return [f"the KL divergence {divergence:.4f} exceeds {limit:.4f}, the recorded value times {baseline.MARGIN}"]
     return []
