@@ -17,13 +17,14 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from vllm_exl3.cuda import dispatch, linear, runtime
-from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.geometry import Form, plan_linear
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.ops.trellis import decode, hadamard
 from vllm_exl3.pack.stored import Codebook
@@ -41,7 +42,9 @@ WEIGHTS_PER_SECOND = 9.8e12
 def weights(shard: Shard, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random trellis bits, which are a valid pack, and real-valued channel scales of both signs."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    trellis = torch.randint(-(2**15), 2**15, (shard.trellis_words,), generator=generator, device="cuda", dtype=torch.int16)
+    trellis = torch.randint(
+        -(2**15), 2**15, (shard.trellis_words,), generator=generator, device="cuda", dtype=torch.int16
+    )
 
     def scale(size: int) -> torch.Tensor:
         sign = torch.randint(0, 2, (size,), generator=generator, device="cuda") * 2 - 1
@@ -94,26 +97,45 @@ def form_name(form: Form) -> str:
     return f"{'identity' if form.identity else 'half'}{form.tile_rows}"
 
 
+def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
+    """Compile, in parallel, what these layers need in these forms."""
+    device = runtime.device(torch.cuda.current_device())
+    wanted = []
+    for shards in layers:
+        wanted += [linear.dequantize_instance(shard) for shard in shards]
+        wanted += [
+            plan_linear(tuple(shards), 1, 128, form, device.limits, planes).instance
+            for form in forms
+            for planes in (False, True)
+        ]
+    started = time.perf_counter()
+    device.prepare(wanted)
+    print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
+
+
 def check_every_kind(checks: Checks, seed: int) -> None:
     """Every K, codebook and form on an odd number of strips, for batch sizes around every tile size."""
-    for codebook in Codebook:
-        for half_bits in HALF_BITS:
-            if half_bits % 2 and codebook != Codebook.MUL1:
-                continue
-            shard = Shard(half_bits, codebook, 1024, 896, 0, 896)
-            tensors = weights(shard, seed + half_bits)
-            x = torch.randn(37, 1024, device="cuda")
-            expected = exact(x, shard, *tensors)
-            for form in FORMS:
-                for rows in (1, 2, 3, 4, 5, 8, 11, 16, 37):
-                    found = linear.linear(x[:rows], *tensors, None, pack_shards([shard]), form=form)
-                    name = f"{codebook.label} K={half_bits / 2} {form_name(form)} M={rows}"
-                    checks.compare(name, form_name(form) + " " + codebook.label, found, expected[:rows])
-            dense = linear.dequantize(*tensors, pack_shards([shard]), True, torch.float16)
-            checks.same(f"dequantize rotated {codebook.label} K={half_bits / 2}", dense,
+    kinds = [(h, c) for c in Codebook for h in HALF_BITS if h % 2 == 0 or c == Codebook.MUL1]
+    prepare([[Shard(half_bits, codebook, 1024, 896, 0, 896)] for half_bits, codebook in kinds], FORMS)
+    for half_bits, codebook in kinds:
+        shard = Shard(half_bits, codebook, 1024, 896, 0, 896)
+        tensors = weights(shard, seed + half_bits)
+        x = torch.randn(37, 1024, device="cuda")
+        expected, layout = exact(x, shard, *tensors), pack_shards([shard])
+        for form in FORMS:
+            for rows in (1, 2, 3, 4, 5, 8, 11, 16, 37):
+                found = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=False)
+                name = f"{codebook.label} K={half_bits / 2} {form_name(form)} M={rows}"
+                checks.compare(name, form_name(form) + " " + codebook.label, found, expected[:rows])
+                rotated_inside = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=True)
+                checks.same(name + " planes", rotated_inside, found)
+        dense = linear.dequantize(*tensors, pack_shards([shard]), True, torch.float16)
+        checks.same(f"dequantize rotated {codebook.label} K={half_bits / 2}", dense,
                         decode(tensors[0].view(shard.trellis_shape), half_bits, codebook))  # fmt: skip
-            dense = linear.dequantize(*tensors, pack_shards([shard]), False, torch.float32)
-            checks.compare(f"dequantize {codebook.label} K={half_bits / 2}", "dequantize", x.double() @ dense.double(), expected)
+        dense = linear.dequantize(*tensors, pack_shards([shard]), False, torch.float32)
+        checks.compare(
+            f"dequantize {codebook.label} K={half_bits / 2}", "dequantize", x.double() @ dense.double(), expected
+        )
 
 
 def check_layers(checks: Checks, seed: int) -> None:
@@ -124,21 +146,28 @@ def check_layers(checks: Checks, seed: int) -> None:
         Shard(5, Codebook.MUL1, 2176, 384, 64, 250),
         Shard(6, Codebook.MCG, 2176, 128, 0, 128),
     ]
+    prepare([mixed[:3], mixed], FORMS)
     for name, shards in (("mul1 mix", mixed[:3]), ("codebook mix", mixed)):
         parts = [weights(shard, seed + index) for index, shard in enumerate(shards)]
         tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             x = torch.randn(21, 2 * 2100, device="cuda").to(dtype)[:, :2100]
             bias = torch.randn(sum(shard.crop_size for shard in shards), device="cuda").to(dtype)
-            expected = torch.cat([exact(x, shard, *part) for shard, part in zip(shards, parts, strict=True)], dim=1) + bias
+            expected = (
+                torch.cat([exact(x, shard, *part) for shard, part in zip(shards, parts, strict=True)], dim=1) + bias
+            )
             limit = {torch.float16: 6e-4, torch.bfloat16: 3e-3, torch.float32: 5e-4}[dtype]
             for form in FORMS:
                 for rows in (1, 4, 21):
                     found = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form)
                     checks.compare(f"{name} {dtype} {form_name(form)} M={rows}", name, found, expected[:rows], limit)
+                    other = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form, planes=False)
+                    checks.same(f"{name} {dtype} {form_name(form)} M={rows} planes", found, other)
                 whole = linear.linear(x, *tensors, bias, pack_shards(shards), form=form)
                 again = linear.linear(x, *tensors, bias, pack_shards(shards), form=form)
-                alone = torch.cat([linear.linear(x[i : i + 1], *tensors, bias, pack_shards(shards), form=form) for i in range(21)])
+                alone = torch.cat(
+                    [linear.linear(x[i : i + 1], *tensors, bias, pack_shards(shards), form=form) for i in range(21)]
+                )
                 checks.same(f"{name} {dtype} {form_name(form)} twice", whole, again)
                 if form.tile_rows in (4, 16):
                     checks.same(f"{name} {dtype} {form_name(form)} alone", whole, alone)
@@ -151,7 +180,9 @@ def check_layers(checks: Checks, seed: int) -> None:
         for form in FORMS:
             found = linear.linear(x, *tensors, None, pack_shards([shard]), form=form)
             for row in range(8):
-                checks.compare(f"magnitude {magnitude} {form_name(form)} row {row}", "magnitude", found[row], expected[row], 7e-4)
+                checks.compare(
+                    f"magnitude {magnitude} {form_name(form)} row {row}", "magnitude", found[row], expected[row], 7e-4
+                )
     x = torch.randn(3, 14336, device="cuda")
     x[1] = 0
     x[2, 5] = math.nan
@@ -248,9 +279,14 @@ class Rotation:
         _, self.suh, self.svh = weights(Shard(2, codebook, *shape, 0, shape[1]), 1)
         self.layout = pack_shards([self.shard])
 
-    def time(self, x: torch.Tensor, form: Form | None) -> float:
+    def time(self, x: torch.Tensor, form: Form | None, planes: bool | None = None) -> float:
         """Microseconds of one linear."""
-        return replayed(lambda i: linear.linear(x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form), self.copies)
+        return replayed(
+            lambda i: linear.linear(
+                x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form, planes=planes
+            ),
+            self.copies,
+        )
 
 
 def limit_us(shape: tuple[int, int], half_bits: int) -> float:
@@ -276,13 +312,17 @@ def cells(arguments: argparse.Namespace) -> Iterator[tuple[tuple[int, int], int,
                     yield shape, codebook, round(2 * bits), rows
 
 
-def measure(arguments: argparse.Namespace, forms: Callable[[int, int], Iterable[Form | None]]) -> list[dict[str, object]]:
+def measure(
+    arguments: argparse.Namespace, forms: Callable[[int, int], Iterable[Form | None]]
+) -> list[dict[str, object]]:
     """One row per cell and form, and the bf16 cuBLAS rows of the same shapes."""
     rows_out: list[dict[str, object]] = []
     buffer = torch.randint(-(2**15), 2**15, (600_000_000,), device="cuda", dtype=torch.int16)
     for shape in arguments.shapes:
         for rows in arguments.rows:
-            rows_out.append({"kernel": "cublas_bf16", "in": shape[0], "out": shape[1], "m": rows, "us": cublas(shape, rows)})
+            rows_out.append(
+                {"kernel": "cublas_bf16", "in": shape[0], "out": shape[1], "m": rows, "us": cublas(shape, rows)}
+            )
     dense = {(row["in"], row["out"], row["m"]): row["us"] for row in rows_out}
     kept: dict[tuple[object, ...], Rotation] = {}
     for shape, codebook, half_bits, rows in cells(arguments):
@@ -307,7 +347,11 @@ def measure(arguments: argparse.Namespace, forms: Callable[[int, int], Iterable[
 
 def every_form(codebook: int, rows: int) -> list[Form]:
     """The forms worth timing at a batch size."""
-    return [form for form in FORMS if rows <= 4 * form.tile_rows and (form.tile_rows == 4 or rows > form.tile_rows // 2 or not form.identity)]
+    return [
+        form
+        for form in FORMS
+        if rows <= 4 * form.tile_rows and (form.tile_rows == 4 or rows > form.tile_rows // 2 or not form.identity)
+    ]
 
 
 def meta() -> dict[str, object]:
@@ -315,7 +359,10 @@ def meta() -> dict[str, object]:
     properties = torch.cuda.get_device_properties(0)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.strip()
     return {
         "machine": "h200",

@@ -82,7 +82,9 @@ class CubinCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say_once(str(path), "%s: the cached kernel %s cannot be opened (%s); compiling it", path, label, error)
+            self._say_once(
+                str(path), "%s: the cached kernel %s cannot be opened (%s); compiling it", path, label, error
+            )
             return None
         with os.fdopen(descriptor, "rb") as file:
             reason = _untrusted(os.fstat(file.fileno()), "file") or _untrusted(os.stat(path.parent), "folder")

@@ -151,7 +151,7 @@ def compile_instance(instance: Instance, architecture: str) -> Cubin:
     headers = {name: text for name, text in sources.items() if name.endswith(".cuh")}
     prologue = "".join(f"#define {name} {value}\n" for name, value in instance.macros)
     status, program = nvrtc.nvrtcCreateProgram(
-        (prologue + '#line 1\n' + sources[instance.source]).encode(),
+        (prologue + "#line 1\n" + sources[instance.source]).encode(),
         instance.source.encode(),
         len(headers),
         [text.encode() for text in headers.values()],

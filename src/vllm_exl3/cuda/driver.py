@@ -4,7 +4,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DriverError", "Kernel", "load_kernel"]
+__all__ = ["DriverError", "Kernel", "load_kernel", "zeroed_memory"]
 
 
 class DriverError(RuntimeError):
@@ -100,3 +100,19 @@ def load_kernel(image: bytes, entry: str, label: str) -> Kernel:
     status, function = driver.cuModuleGetFunction(module, entry.encode())
     _check(status, f"{label}: kernel {entry}")
     return Kernel(function, module, label)
+
+
+def zeroed_memory(size: int) -> int:
+    """Address of new zeroed device memory in the current context; it is never freed.
+
+    It does not come from torch's allocator: a pool that a framework discards or restores must not touch it.
+    """
+    from cuda.bindings import driver
+
+    status, address = driver.cuMemAlloc(size)
+    _check(status, f"allocating {size} bytes")
+    (status,) = driver.cuMemsetD32(address, 0, size // 4)
+    _check(status, "clearing memory")
+    (status,) = driver.cuCtxSynchronize()
+    _check(status, "clearing memory")
+    return int(address)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.ops.shards import Shard
@@ -32,8 +33,9 @@ _UNIT_IN = 64
 _HALVES = 2
 _HALF_TILES = 4
 _ROW_PAD = 32
-_TRANSFORM_THREADS = 512
 _ALIGN = 256
+_PLANES_LIMIT = 400.0
+"""128-point transforms a block up to which rotating in the GEMM is faster than a launch before it."""
 
 
 class Arithmetic(IntEnum):
@@ -83,38 +85,33 @@ class GpuLimits:
         return int("".join(filter(str.isdigit, self.architecture))) >= 90
 
 
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
 class ShardArgs(ctypes.Structure):
     """``ShardArgs`` of problem.cuh."""
 
+    __slots__ = ()
     _fields_ = (
-        ("trellis", ctypes.c_uint64),
-        ("suh", ctypes.c_uint64),
-        ("svh", ctypes.c_uint64),
-        *(
-            (name, ctypes.c_uint32)
-            for name in (
-                "in_features out_features crop_start crop_size out_column kind half_bits arithmetic codebook "
-                "first_unit first_strip activation_block"
-            ).split()
-        ),
+        *_fields(ctypes.c_uint64, "trellis", "suh", "svh"),
+        *_fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
+        *_fields(ctypes.c_uint32, "half_bits", "arithmetic", "first_unit", "first_strip", "activation_block", "sum_block"),
     )
 
 
 class LinearArgs(ctypes.Structure):
     """``LinearArgs`` of problem.cuh."""
 
+    __slots__ = ()
     _fields_ = (
         ("shards", ShardArgs * MAX_SHARDS),
-        *((name, ctypes.c_uint64) for name in "x out bias activations scales sums counters partials".split()),
-        ("x_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        *(
-            (name, ctypes.c_uint32)
-            for name in (
-                "shard_count rows row_tiles tile_rows stored_rows in_width x_type out_type bias_type parts total_units "
-                "total_strips ring_units half_stride activation_stride"
-            ).split()
-        ),
+        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "sums", "counters", "partials"),
+        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *_fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
+        *_fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "parts", "range_units", "longer_ranges"),
+        *_fields(ctypes.c_uint32, "total_strips", "partial_stride", "ring_units", "half_stride", "activation_stride"),
+        *_fields(ctypes.c_uint32, "plane_stride", "plane_units"),
     )
 
 
@@ -135,33 +132,40 @@ class LinearPlan:
         instance: the GEMM kernel.
         arguments: template of the launch arguments; pointers are zero, and shard pointers hold nothing.
         offsets: where each shard's tensors begin.
-        blocks: thread blocks of the GEMM.
+        grid: thread blocks of the GEMM, and row tiles.
         threads: threads a block of the GEMM.
         shared: its dynamic shared memory in bytes.
-        transform_grid: blocks of the transform.
-        scratch: bytes of scratch, and where its parts begin.
+        transform_grid: blocks of the transform, or None where the GEMM rotates the input by itself.
+        counters: arrival counters that the launch needs zeroed before it; they are zero again after it.
+        scratch: bytes of scratch.
+        scratch_parts: where its parts begin.
         out_features: columns of the output.
     """
 
     instance: Instance
     arguments: bytes
     offsets: tuple[ShardOffsets, ...]
-    blocks: int
+    grid: tuple[int, int]
     threads: int
     shared: int
-    transform_grid: tuple[int, int]
+    transform_grid: tuple[int, int] | None
+    counters: int
     scratch: int
     scratch_parts: dict[str, int]
     out_features: int
 
 
-def linear_instance(form: Form, kinds: Sequence[tuple[int, int]], warps: int) -> Instance:
-    """The GEMM kernel for a set of (half_bits, codebook) that one layer mixes."""
-    names = [f"Kind<{half_bits}, {codebook}, {int(form.arithmetic(codebook))}, INSTANCE_TILE_ROWS>" for half_bits, codebook in kinds]
+def linear_instance(form: Form, kinds: Sequence[tuple[int, int]], warps: int, planes: bool) -> Instance:
+    """The GEMM kernel for a set of (half_bits, codebook) that one layer mixes; ``planes``: it rotates the input."""
+    names = [
+        f"Kind<{half_bits}, {codebook}, {int(form.arithmetic(codebook))}, INSTANCE_TILE_ROWS>"
+        for half_bits, codebook in kinds
+    ]
     return Instance(
         "linear.cu",
         "exl3_linear",
         (
+            ("INSTANCE_PLANES", str(int(planes))),
             ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
             ("INSTANCE_WARPS", str(warps)),
             ("INSTANCE_KINDS", ", ".join(names)),
@@ -187,7 +191,7 @@ def _round_up(value: int, multiple: int) -> int:
 def _epilogue_bytes(warps: int, columns: int, tile_rows: int) -> int:
     """sizeof(Epilogue) in epilogue.cuh, rounded up to the barriers that follow it."""
     slots = warps // 2 if warps < 8 else 4
-    return _round_up(slots * 8 * columns * 32 * 16 + tile_rows * (BLOCK + 4) * 4 + tile_rows * 4 + 4, 128)
+    return _round_up(slots * 8 * columns * 32 * 16 + tile_rows * (BLOCK + 4) * 4 + 2 * tile_rows * 4 + 4, 128)
 
 
 def _ring(limits: GpuLimits, warps: int, fixed: int, unit: int) -> int:
@@ -213,8 +217,40 @@ def _warps(limits: GpuLimits, form: Form, arithmetics: Sequence[Arithmetic], hal
     raise ValueError(f"{limits.architecture}: {limits.shared_memory} bytes of shared memory are too few")
 
 
+@dataclass(frozen=True, slots=True)
+class _Planes:
+    """Shared memory for activations that the GEMM rotates by itself (activations.cuh)."""
+
+    units: int
+    stride: int
+    size: int
+
+
+def _planes(shards: Sequence[Shard], form: Form, rows: int, range_units: int) -> _Planes:
+    arithmetics = {form.arithmetic(shard.codebook) for shard in shards}
+    units = min(range_units, max(shard.in_features for shard in shards) // _UNIT_IN)
+    # The remainder modulo 128 keeps two neighbouring rows of a 16-byte read in different banks.
+    if arithmetics == {Arithmetic.INTEGER}:
+        stride = 64 * _round_up(units, 2) + 64
+    else:
+        stride = 128 * units + 16
+    stored = rows * (2 if Arithmetic.INTEGER in arithmetics else 1)
+    return _Planes(units, stride, _round_up((form.tile_rows + rows * units) * 4, 128) + _round_up(stored * stride, 128))
+
+
+def _rotations(shards: Sequence[Shard], form: Form, rows: int, units: int) -> float:
+    """128-point transforms that every block does when the GEMM rotates the input, in equivalents of a whole one."""
+    shard = max(shards, key=lambda shard: shard.in_features)
+    whole = shard.in_features // BLOCK
+    # INTEGER transforms everything to find the largest value; the others only take the largest of x·suh.
+    search = whole if form.arithmetic(shard.codebook) is Arithmetic.INTEGER else 0.3 * whole
+    return rows * (search + min(whole, units / 2 + 1))
+
+
 @functools.lru_cache(maxsize=4096)
-def plan_linear(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, limits: GpuLimits) -> LinearPlan:
+def plan_linear(
+    shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, limits: GpuLimits, planes: bool | None = None
+) -> LinearPlan:
     """Cut one fused linear into work for the kernels.
 
     Args:
@@ -223,27 +259,82 @@ def plan_linear(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form,
         in_width: columns of the input; up to a shard's ``in_features`` the rest counts as zero.
         form: how to multiply.
         limits: the GPU.
+        planes: whether the GEMM rotates the input by itself; None decides by its cost. It changes no bit.
 
     Raises:
         ValueError: a shard breaks the layout's rules, or nothing fits the GPU's shared memory.
     """
-    if not 0 < len(shards) <= MAX_SHARDS:
-        raise ValueError(f"{len(shards)} shards in one launch, expected 1 to {MAX_SHARDS}")
+    _check_shards(shards, in_width)
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
     arithmetics = [form.arithmetic(codebook) for _, codebook in kinds]
     columns = max(_columns(arithmetic, form.tile_rows) for arithmetic in arithmetics)
     row_tiles = -(-rows // form.tile_rows)
     stored_rows = min(rows, form.tile_rows)
     half_stride = max(4 * (_HALF_TILES * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds)
-    activation_stride = max(_round_up(_activation_bytes(arithmetic, stored_rows), 128) for arithmetic in arithmetics)
     warps = _warps(limits, form, arithmetics, half_stride)
     fixed = _epilogue_bytes(warps, columns, form.tile_rows)
-    unit = _HALVES * half_stride + activation_stride
-    ring_units = _ring(limits, warps, fixed, unit)
 
     arguments = LinearArgs()
-    offsets = []
-    unit_count = strip_count = activation = out_column = trellis = suh = svh = 0
+    totals, offsets = _place_shards(arguments, shards, kinds, form, rows)
+    blocks = min(limits.multiprocessors, totals.units)
+    range_units, longer_ranges = divmod(totals.units, blocks)
+
+    plane = _planes(shards, form, stored_rows, range_units + (longer_ranges > 0))
+    ring_units = _ring(limits, warps, fixed + plane.size, _HALVES * half_stride)
+    if planes is None:
+        planes = row_tiles == 1 and _rotations(shards, form, rows, plane.units) <= _PLANES_LIMIT
+    planes = planes and row_tiles == 1 and ring_units > 0
+    if planes:
+        activation_stride = 0
+        fixed += plane.size
+    else:
+        activation_stride = max(_round_up(_activation_bytes(arithmetic, stored_rows), 128) for arithmetic in arithmetics)
+        ring_units = _ring(limits, warps, fixed, _HALVES * half_stride + activation_stride)
+    unit = _HALVES * half_stride + activation_stride
+
+    parts = max(1, min(max(shard.in_features for shard in shards) // BLOCK // 4, 16, limits.multiprocessors // rows))
+    partial_stride = 8 * columns * 32
+    counters = totals.strips * row_tiles
+    sizes = {"partials": row_tiles * 2 * blocks * partial_stride * 16}
+    if not planes:
+        sizes |= {
+            "activations": row_tiles * totals.activations,
+            "scales": 4 * len(shards) * rows,
+            "sums": 4 * rows * totals.depth,
+            "counters": 4 * counters,
+        }
+    scratch_parts, scratch = {}, 0
+    for name, size in sizes.items():
+        scratch_parts[name] = scratch
+        scratch += _round_up(size, _ALIGN)
+
+    values = {
+        "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": form.tile_rows,
+        "stored_rows": stored_rows, "in_width": in_width, "parts": parts, "range_units": range_units,
+        "longer_ranges": longer_ranges, "total_strips": totals.strips, "partial_stride": partial_stride,
+        "ring_units": ring_units, "half_stride": half_stride, "activation_stride": activation_stride,
+        "plane_stride": plane.stride, "plane_units": plane.units,
+    }  # fmt: skip
+    for name, value in values.items():
+        setattr(arguments, name, value)
+    return LinearPlan(
+        instance=linear_instance(form, kinds, warps, planes),
+        arguments=bytes(arguments),
+        offsets=offsets,
+        grid=(blocks, row_tiles),
+        threads=32 * warps,
+        shared=fixed + _round_up(warps * ring_units * _HALVES * 8, 128) + warps * ring_units * unit,
+        transform_grid=None if planes else (parts, rows),
+        counters=counters,
+        scratch=scratch,
+        scratch_parts=scratch_parts,
+        out_features=totals.columns,
+    )
+
+
+def _check_shards(shards: tuple[Shard, ...], in_width: int) -> None:
+    if not 0 < len(shards) <= MAX_SHARDS:
+        raise ValueError(f"{len(shards)} shards in one launch, expected 1 to {MAX_SHARDS}")
     for index, shard in enumerate(shards):
         if shard.in_features % BLOCK or shard.out_features % BLOCK or shard.in_features < in_width:
             raise ValueError(
@@ -251,69 +342,53 @@ def plan_linear(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form,
                 f"expected multiples of {BLOCK} and at least as many inputs"
             )
         if not 0 <= shard.crop_start <= shard.crop_start + shard.crop_size <= shard.out_features:
-            raise ValueError(f"shard {index}: crop {shard.crop_start}+{shard.crop_size} of {shard.out_features} columns")
+            raise ValueError(
+                f"shard {index}: crop {shard.crop_start}+{shard.crop_size} of {shard.out_features} columns"
+            )
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over a launch's shards: units, strips, bytes of activations a row tile, units of k, output columns."""
+
+    units: int = 0
+    strips: int = 0
+    activations: int = 0
+    depth: int = 0
+    columns: int = 0
+
+
+def _place_shards(
+    arguments: LinearArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], form: Form, rows: int
+) -> tuple[_Totals, tuple[ShardOffsets, ...]]:
+    """Fill in the shards' arguments."""
+    totals, offsets = _Totals(), []
+    row_tiles, stored_rows = -(-rows // form.tile_rows), min(rows, form.tile_rows)
+    trellis = suh = svh = 0
+    for index, shard in enumerate(shards):
         arithmetic = form.arithmetic(shard.codebook)
+        strips, depth = shard.out_features // BLOCK, shard.in_features // _UNIT_IN
         arguments.shards[index] = ShardArgs(
             in_features=shard.in_features,
             out_features=shard.out_features,
             crop_start=shard.crop_start,
             crop_size=shard.crop_size,
-            out_column=out_column,
+            out_column=totals.columns,
             kind=kinds.index((shard.half_bits, shard.codebook)),
             half_bits=shard.half_bits,
             arithmetic=arithmetic,
-            codebook=shard.codebook,
-            first_unit=unit_count,
-            first_strip=strip_count,
-            activation_block=activation // 16,
+            first_unit=totals.units,
+            first_strip=totals.strips,
+            activation_block=row_tiles * totals.activations // 16,
+            sum_block=rows * totals.depth,
         )
         offsets.append(ShardOffsets(trellis, suh, svh))
-        strips = shard.out_features // BLOCK * row_tiles
-        depth = shard.in_features // _UNIT_IN
-        strip_count += strips
-        unit_count += strips * depth
-        activation += row_tiles * depth * _activation_bytes(arithmetic, stored_rows)
-        out_column += shard.crop_size
+        totals.units += strips * depth
+        totals.strips += strips
+        totals.activations += depth * _activation_bytes(arithmetic, stored_rows)
+        totals.depth += depth
+        totals.columns += shard.crop_size
         trellis += shard.trellis_words
         suh += shard.in_features
         svh += shard.out_features
-    blocks = min(limits.multiprocessors, unit_count)
-    widest = max(shard.in_features for shard in shards) // BLOCK
-    parts = max(1, min(widest // 4, 16, limits.multiprocessors // rows))
-
-    sizes = {
-        "activations": activation,
-        "scales": 4 * len(shards) * rows,
-        "sums": 4 * len(shards) * rows * parts,
-        "counters": 4 * strip_count,
-        "partials": 2 * blocks * 8 * columns * 32 * 16,
-    }
-    parts_at, scratch = {}, 0
-    for name, size in sizes.items():
-        parts_at[name] = scratch
-        scratch += _round_up(size, _ALIGN)
-
-    arguments.shard_count = len(shards)
-    arguments.rows = rows
-    arguments.row_tiles = row_tiles
-    arguments.tile_rows = form.tile_rows
-    arguments.stored_rows = stored_rows
-    arguments.in_width = in_width
-    arguments.parts = parts
-    arguments.total_units = unit_count
-    arguments.total_strips = strip_count
-    arguments.ring_units = ring_units
-    arguments.half_stride = half_stride
-    arguments.activation_stride = activation_stride
-    return LinearPlan(
-        instance=linear_instance(form, kinds, warps),
-        arguments=bytes(arguments),
-        offsets=tuple(offsets),
-        blocks=blocks,
-        threads=32 * warps,
-        shared=fixed + _round_up(warps * ring_units * _HALVES * 8, 128) + warps * ring_units * unit,
-        transform_grid=(parts, rows),
-        scratch=scratch,
-        scratch_parts=parts_at,
-        out_features=out_column,
-    )
+    return totals, tuple(offsets)

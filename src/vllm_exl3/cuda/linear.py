@@ -32,6 +32,7 @@ def linear(
     shards: Sequence[int],
     *,
     form: Form | None = None,
+    planes: bool | None = None,
 ) -> torch.Tensor:
     """y = ((x·suh) H W H)·svh + bias for every shard, side by side.
 
@@ -43,6 +44,7 @@ def linear(
         bias: ``[sum of crop sizes]`` or None.
         shards: as `ops.shards.pack_shards` makes it.
         form: how to multiply; chosen by the dispatch table when None.
+        planes: whether the GEMM rotates the input by itself; chosen by cost when None.
 
     Returns:
         ``[M, sum of crop sizes]`` in x's dtype.
@@ -68,6 +70,7 @@ def linear(
             group,
             out[:, column : column + width],
             form,
+            planes,
         )
         column += width
         trellis_at += sum(shard.trellis_words for shard in group)
@@ -110,6 +113,7 @@ def _linear_group(
     shards: tuple[Shard, ...],
     out: torch.Tensor,
     form: Form | None,
+    planes: bool | None,
 ) -> None:
     device = runtime.device(x.device.index)
     if form is None:
@@ -117,7 +121,7 @@ def _linear_group(
     window = max(form.tile_rows, _window_rows(shards) // form.tile_rows * form.tile_rows)
     for first in range(0, x.shape[0], window):
         part = x[first : first + window]
-        plan = plan_linear(shards, part.shape[0], x.shape[1], form, device.limits)
+        plan = plan_linear(shards, part.shape[0], x.shape[1], form, device.limits, planes)
         _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + window])
 
 
@@ -138,8 +142,11 @@ def _launch(
 ) -> None:
     # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only after
     # everything ahead of them has finished. So any number of streams and captured graphs may run at once.
+    stream = torch.cuda.current_stream(x.device).cuda_stream
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = LinearArgs.from_buffer_copy(plan.arguments)
+    if plan.transform_grid is None:
+        arguments.counters = device.counters(stream, plan.counters)
     base = scratch.data_ptr()
     for name, offset in plan.scratch_parts.items():
         setattr(arguments, name, base + offset)
@@ -152,12 +159,12 @@ def _launch(
     arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _ELEMENTS[out.dtype]
     if bias is not None:
         arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
-    stream = torch.cuda.current_stream(x.device).cuda_stream
     dependent = device.limits.dependent_launch
-    device.kernel(_TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)
+    if plan.transform_grid is not None:
+        device.kernel(_TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
-    gemm.launch((plan.blocks, 1), plan.threads, plan.shared, stream, [arguments], dependent)
+    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent)
 
 
 def instances(shards: Sequence[int], rows: Iterable[int], in_width: int, device_index: int) -> list[Instance]:
@@ -166,13 +173,14 @@ def instances(shards: Sequence[int], rows: Iterable[int], in_width: int, device_
     found = [_TRANSFORM]
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
-        forms = {dispatch.choose_form(_codebooks(group), count, limits.architecture): count for count in rows}
-        found += [plan_linear(group, count, in_width, form, limits).instance for form, count in forms.items()]
+        for count in rows:
+            form = dispatch.choose_form(_codebooks(group), count, limits.architecture)
+            found.append(plan_linear(group, count, in_width, form, limits).instance)
     return list(dict.fromkeys(found))
 
 
-_EVERY_FORM = (1, 4, 5, 8, 9, 16, 17)
-"""Batch sizes that between them choose every form."""
+_EVERY_FORM = (*range(1, 18), 33)
+"""Batch sizes that between them choose every form, with the input rotated in the GEMM and before it."""
 
 
 def prepare(shards: Sequence[int], in_width: int, device_index: int) -> None:

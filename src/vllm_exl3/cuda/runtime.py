@@ -14,12 +14,15 @@ import torch
 from vllm_exl3 import env
 from vllm_exl3.cuda.cache import CubinCache, default_folder
 from vllm_exl3.cuda.compiler import Instance, compile_instance, fingerprint
-from vllm_exl3.cuda.driver import Kernel, load_kernel
+from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
 
 __all__ = ["Device", "architecture_of", "build", "cache_folder", "device"]
 
 logger = logging.getLogger(__name__)
+
+_COUNTERS = 1 << 20
+"""Arrival counters of a device (4 MiB): shares of eager streams, then those of captured launches."""
 
 
 def cache_folder() -> Path:
@@ -83,6 +86,9 @@ class Device:
         self._cache = CubinCache(cache_folder())
         self._kernels: dict[Instance, Kernel] = {}
         self._lock = threading.Lock()
+        self._counters = 0
+        self._counters_used = 0
+        self._stream_counters: dict[int, tuple[int, int]] = {}
 
     def prepare(self, instances: Iterable[Instance]) -> None:
         """Compile and load what a model needs, so that no request ever waits for a compiler."""
@@ -93,6 +99,7 @@ class Device:
             images = build(missing, self.limits.architecture, self._cache)
             with torch.cuda.device(self.index):
                 torch.cuda.current_stream()  # makes torch's context the current one
+                self._counters = self._counters or zeroed_memory(4 * _COUNTERS)
                 for instance, image in images.items():
                     self._kernels[instance] = load_kernel(image, instance.entry, instance.label)
 
@@ -105,6 +112,24 @@ class Device:
             self.prepare([instance])
             kernel = self._kernels[instance]
         return kernel
+
+    def counters(self, stream: int, count: int) -> int:
+        """Address of ``count`` zeroed counters for one launch; a launch leaves them zero.
+
+        Launches of one stream run one after the other and share theirs. A captured launch gets its own for good, since
+        its graph may be replayed on any stream.
+        """
+        captured = torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            address, size = (0, 0) if captured else self._stream_counters.get(stream, (0, 0))
+            if count > size:
+                if self._counters_used + count > _COUNTERS:
+                    raise RuntimeError(f"{self.name}: more than {_COUNTERS} arrival counters are in use")
+                address, size = self._counters + 4 * self._counters_used, count
+                self._counters_used += count
+                if not captured:
+                    self._stream_counters[stream] = address, size
+            return address
 
 
 @functools.cache

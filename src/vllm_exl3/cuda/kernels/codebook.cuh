@@ -10,9 +10,8 @@
 enum Codebook : int { INST3 = 0, MCG = 1, MUL1 = 2 };
 enum Arithmetic : int { INTEGER = 0, PAIR = 1, HALF = 2 };
 
-constexpr float MUL1_SCALE = 0.00676727294921875f;  // k_inv, fp16 0x1EEE
-constexpr float MUL1_OFFSET = -3.453125f;           // 1024·k_inv + k_bias
-constexpr int MUL1_CENTRE = 510;                    // the integer nearest the byte sum that means zero
+constexpr int MUL1_SCALE_18 = 1774;       // k_inv = 1774·2^-18, fp16 0x1EEE
+constexpr int MUL1_OFFSET_18 = -905216;   // 1024·k_inv + k_bias = -3.453125 = -905216·2^-18
 
 template <int CODEBOOK>
 __device__ __forceinline__ u32 product_word(u32 state) {

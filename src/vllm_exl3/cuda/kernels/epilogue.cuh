@@ -18,18 +18,48 @@ template <int TILE_ROWS, int COLUMNS>
 struct Epilogue {
     uint4 slots[REDUCTION_SLOTS][STRIP_TILES * COLUMNS * 32];
     float outputs[TILE_ROWS][STRIP + 4];
-    int token_sums[TILE_ROWS];
+    float undo[TILE_ROWS];      // rows' scales
+    int token_sums[TILE_ROWS];  // INTEGER: sum of the segment's activations
     u32 last;
 };
 
 // The part of a strip that one block computed.
 struct Segment {
-    u32 shard, strip;        // strip counts (strip, row tile) inside the shard
+    u32 shard, strip;        // strip counts inside the shard
     u32 strip_begin, strip_end;
     bool complete;           // the block computed all of the strip
 };
 
 template <class T> struct Vector4 { T x, y, z, w; };
+
+// What blocks exchange of one cell. INTEGER: two channels as 2^18·y/scale, an exact integer, the constant term included.
+struct IntegerCell {
+    i64 low, high;
+    __device__ __forceinline__ void add(const uint4& bits) {
+        low += static_cast<i64>(static_cast<u64>(bits.y) << 32 | bits.x);
+        high += static_cast<i64>(static_cast<u64>(bits.w) << 32 | bits.z);
+    }
+    __device__ __forceinline__ uint4 bits() const { return make_uint4(u32(low), u32(low >> 32), u32(high), u32(high >> 32)); }
+};
+struct FloatCell {
+    float x, y, z, w;
+    __device__ __forceinline__ void add(const uint4& b) {
+        x += __uint_as_float(b.x), y += __uint_as_float(b.y), z += __uint_as_float(b.z), w += __uint_as_float(b.w);
+    }
+    __device__ __forceinline__ uint4 bits() const {
+        return make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w));
+    }
+};
+template <int ARITHMETIC> struct Cell { using type = FloatCell; };
+template <> struct Cell<INTEGER> { using type = IntegerCell; };
+
+__device__ __forceinline__ FloatCell to_cell(const Vector4<float>& sum, int) { return {sum.x, sum.y, sum.z, sum.w}; }
+__device__ __forceinline__ IntegerCell to_cell(const Vector4<int>& sum, int activations) {
+    // y = scale·(k_inv·S + c·Σa) with k_inv = 1774·2^-18 and c = -905216·2^-18; S = 128·high + low.
+    const i64 constant = static_cast<i64>(MUL1_OFFSET_18) * activations;
+    return {(static_cast<i64>(sum.x) * 128 + sum.y) * MUL1_SCALE_18 + constant,
+            (static_cast<i64>(sum.z) * 128 + sum.w) * MUL1_SCALE_18 + constant};
+}
 
 template <class T>
 __device__ __forceinline__ Vector4<T> as_vector(const uint4& v) {
@@ -58,9 +88,10 @@ __device__ __forceinline__ void add_warps(typename Sum<K::arithmetic>::type (&su
     const int q = lane & 3, slot = warp & (REDUCTION_SLOTS - 1), place = q * 8 + ((lane >> 2) ^ (2 * q));
     // Columns of tokens that do not exist are left out.
     const u32 tokens_per_quad = K::arithmetic == INTEGER ? 1 : 2;
-#pragma unroll
+#pragma unroll 1
     for (int round = WARPS / REDUCTION_SLOTS - 1; round >= 0; --round) {
         if (warp / REDUCTION_SLOTS == round) {
+            const bool first = round == WARPS / REDUCTION_SLOTS - 1;
 #pragma unroll
             for (int group = 0; group < K::columns; ++group) {
                 if ((4 * group + q) * tokens_per_quad >= rows) continue;
@@ -69,7 +100,7 @@ __device__ __forceinline__ void add_warps(typename Sum<K::arithmetic>::type (&su
                     uint4& cell = shared.slots[slot][(tile * K::columns + group) * 32 + place];
                     auto& s = sums[tile][group];
                     Vector4<typename Sum<K::arithmetic>::type> sum{s[0], s[1], s[2], s[3]};
-                    if (round != WARPS / REDUCTION_SLOTS - 1) add(sum, cell);
+                    if (!first) add(sum, cell);
                     cell = to_bits(sum);
                 }
             }
@@ -79,22 +110,15 @@ __device__ __forceinline__ void add_warps(typename Sum<K::arithmetic>::type (&su
 }
 
 // What undoes the rotation of one token's strip, and stores it.
-template <int ARITHMETIC, class Shared>
-__device__ __forceinline__ void finish_token(const LinearArgs& args, const ShardArgs& shard, u32 shard_index, u32 strip, u32 row,
-                                             u32 token, const Shared& shared, int lane) {
+template <class Shared>
+__device__ __forceinline__ void finish_token(const LinearArgs& args, const ShardArgs& shard, u32 strip, u32 row, u32 token,
+                                             const Shared& shared, uint2 packed_svh, int lane) {
     const float4 value = *reinterpret_cast<const float4*>(&shared.outputs[token][4 * lane]);
     float v[4] = {value.x, value.y, value.z, value.w};
-    float scale = args.scales[shard_index * args.rows + row] * HADAMARD_SCALE;
-    if constexpr (ARITHMETIC == INTEGER) {
-        // outputs hold S - 510·Σa; the rest of the constant term is the same for every channel.
-        const float rest = (MUL1_CENTRE * MUL1_SCALE + MUL1_OFFSET) * float(shared.token_sums[token]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = fmaf(MUL1_SCALE, v[i], rest);
-    }
+    const float scale = shared.undo[token] * HADAMARD_SCALE;
     hadamard128(v, lane);
     const u32 column = strip * STRIP + 4 * lane;
-    const uint2 packed = *reinterpret_cast<const uint2*>(shard.svh + column);
-    const u16 svh[4] = {u16(packed.x), u16(packed.x >> 16), u16(packed.y), u16(packed.y >> 16)};
+    const u16 svh[4] = {u16(packed_svh.x), u16(packed_svh.x >> 16), u16(packed_svh.y), u16(packed_svh.y >> 16)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 kept = column + i - shard.crop_start;  // wraps below the crop, so one comparison serves both ends
@@ -105,25 +129,28 @@ __device__ __forceinline__ void finish_token(const LinearArgs& args, const Shard
     }
 }
 
-template <class K, class Shared>
+// Adds a segment up, and finishes its strip if nothing is missing any more. `token_sums(token)` gives, to every lane of the
+// warp, the sum of the token's quantised activations over the segment; `undo(token)` its row's scale.
+template <class K, class Shared, class TokenSums, class Undo>
 __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type (&sums)[STRIP_TILES][K::columns][4],
-                                               const LinearArgs& args, const Segment& segment, Shared& shared, int warp, int lane) {
+                                               const LinearArgs& args, const Segment& segment, const TokenSums& token_sums,
+                                               const Undo& undo, Shared& shared, int warp, int lane) {
     using T = typename Sum<K::arithmetic>::type;
+    using C = typename Cell<K::arithmetic>::type;
     const ShardArgs& shard = args.shards[segment.shard];
-    const u32 row_tile = segment.strip % args.row_tiles, strip = segment.strip / args.row_tiles;
-    const u32 first_row = row_tile * args.tile_rows;
+    const u32 first_row = blockIdx.y * args.tile_rows;
     const u32 rows = min(args.tile_rows, args.rows - first_row);
-    for (u32 token = warp; K::arithmetic == INTEGER && token < rows; token += WARPS) {
-        int part = 0;
-        for (u32 i = lane; i < args.parts; i += 32)
-            part += args.sums[(segment.shard * args.rows + first_row + token) * args.parts + i];
-        part = __reduce_add_sync(0xffffffffu, part);
-        if (lane == 0) shared.token_sums[token] = part;
+    // Asked for now, used at the very end.
+    const uint2 svh = *reinterpret_cast<const uint2*>(shard.svh + segment.strip * STRIP + 4 * lane);
+    for (u32 token = warp; token < rows; token += WARPS) {
+        const int sum = K::arithmetic == INTEGER ? token_sums(token) : 0;
+        const float scale = undo(token);
+        if (lane == 0) shared.token_sums[token] = sum, shared.undo[token] = scale;
     }
     add_warps<K>(sums, shared, rows, warp, lane);
 
     constexpr u32 cells = STRIP_TILES * K::columns * 32, passes = (cells + THREADS - 1) / THREADS;
-    Vector4<T> totals[passes] = {};
+    C totals[passes] = {};
     const auto token_of = [](u32 cell) {
         const u32 group = (cell >> 5) % K::columns, q = cell >> 3 & 3;
         return K::arithmetic == INTEGER ? 4 * group + q : 8 * group + 2 * q;
@@ -133,28 +160,30 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
     for (u32 pass = 0; pass < passes; ++pass) {
         const u32 cell = pass * THREADS + threadIdx.x;
         if (!active(cell)) continue;
-        totals[pass] = as_vector<T>(shared.slots[0][cell]);
+        totals[pass] = to_cell(as_vector<T>(shared.slots[0][cell]), shared.token_sums[token_of(cell)]);
 #pragma unroll
-        for (int slot = 1; slot < REDUCTION_SLOTS; ++slot) add(totals[pass], shared.slots[slot][cell]);
+        for (int slot = 1; slot < REDUCTION_SLOTS; ++slot)
+            totals[pass].add(to_cell(as_vector<T>(shared.slots[slot][cell]), 0).bits());
     }
     if (!segment.complete) {
-        const u32 blocks = gridDim.x, units = args.total_units;
-        const u32 first = block_of_unit(segment.strip_begin, blocks, units);
-        const u32 last = block_of_unit(segment.strip_end - 1, blocks, units);
-        const auto slot_of = [&](u32 block) {  // a block shares at most the strips at its two ends
-            return 2 * block + (range_begin(block, blocks, units) < segment.strip_begin ? 1 : 0);
+        const u32 first = block_of_unit(args, segment.strip_begin), last = block_of_unit(args, segment.strip_end - 1);
+        const auto partials = [&](u32 block) {  // a block shares at most the strips at its two ends
+            const u32 second = range_begin(args, block) < segment.strip_begin ? 1 : 0;
+            return args.partials + static_cast<u64>(2 * (blockIdx.y * gridDim.x + block) + second) * args.partial_stride;
         };
-        const auto partials = [&](u32 block) { return args.partials + static_cast<u64>(slot_of(block)) * cells; };
         uint4* mine = partials(blockIdx.x);
 #pragma unroll
         for (u32 pass = 0; pass < passes; ++pass) {
             const u32 cell = pass * THREADS + threadIdx.x;
-            if (active(cell)) __stcg(mine + cell, to_bits(totals[pass]));
+            if (active(cell)) __stcg(mine + cell, totals[pass].bits());
         }
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0)
-            shared.last = atomicAdd(&args.counters[shard.first_strip + segment.strip], 1u) == last - first;
+        if (threadIdx.x == 0) {
+            // Wraps to zero at the last arrival: the counter is ready for the next launch.
+            u32* counter = &args.counters[blockIdx.y * args.total_strips + shard.first_strip + segment.strip];
+            shared.last = atomicInc(counter, last - first) == last - first;
+        }
         __syncthreads();
         if (!shared.last) return;
         __threadfence();
@@ -162,8 +191,9 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
         for (u32 pass = 0; pass < passes; ++pass) {
             const u32 cell = pass * THREADS + threadIdx.x;
             if (!active(cell)) continue;
-            totals[pass] = as_vector<T>(__ldcg(partials(first) + cell));
-            for (u32 block = first + 1; block <= last; ++block) add(totals[pass], __ldcg(partials(block) + cell));
+            totals[pass] = {};
+#pragma unroll 4
+            for (u32 block = first; block <= last; ++block) totals[pass].add(__ldcg(partials(block) + cell));
         }
     }
 #pragma unroll
@@ -172,11 +202,10 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
         if (!active(cell)) continue;
         const u32 q = cell >> 3 & 3, g = (cell & 7) ^ (2 * q), token = token_of(cell);
         const u32 channel = 16 * ((cell >> 5) / K::columns) + g;
-        const Vector4<T>& sum = totals[pass];
+        const C& sum = totals[pass];
         if constexpr (K::arithmetic == INTEGER) {
-            const i64 centre = static_cast<i64>(MUL1_CENTRE) * shared.token_sums[token];
-            shared.outputs[token][channel] = static_cast<float>(static_cast<i64>(sum.x) * 128 + sum.y - centre);
-            shared.outputs[token][channel + 8] = static_cast<float>(static_cast<i64>(sum.z) * 128 + sum.w - centre);
+            shared.outputs[token][channel] = static_cast<float>(sum.low) * 0x1p-18f;
+            shared.outputs[token][channel + 8] = static_cast<float>(sum.high) * 0x1p-18f;
         } else {
             shared.outputs[token][channel] = sum.x;
             shared.outputs[token][channel + 8] = sum.z;
@@ -187,8 +216,8 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
         }
     }
     __syncthreads();
-    for (u32 t = warp; t < rows; t += WARPS)
-        finish_token<K::arithmetic>(args, shard, segment.shard, strip, first_row + t, t, shared, lane);
-    // The next segment writes `outputs` only after several barriers of its own, `token_sums` before any: order them.
+    for (u32 token = warp; token < rows; token += WARPS)
+        finish_token(args, shard, segment.strip, first_row + token, token, shared, svh, lane);
+    // The next segment writes `token_sums` and `undo` before any barrier of its own.
     __syncthreads();
 }

@@ -49,20 +49,6 @@ struct SharedWords {
     }
 };
 
-// The B operand of a whole unit: matrices × column groups, one word a lane each.
-template <class K>
-__device__ __forceinline__ void load_activations(u32 (&b)[K::columns][K::matrices], u32 address, u32 stored_rows, int lane) {
-    const u32 stored = stored_rows * token_rows(K::arithmetic), matrix = lane >> 3;
-#pragma unroll
-    for (int group = 0; group < K::columns; ++group) {
-        const u32 row = 8 * group + (lane & 7), clamped = row < stored ? row : stored - 1;
-        const u32 from = address + (matrix * stored + clamped) * 16;
-#pragma unroll
-        for (int m = 0; m < K::matrices; m += 4)
-            load_matrices(b[group][m], b[group][m + 1], b[group][m + 2], b[group][m + 3], from + m * stored * 16);
-    }
-}
-
 template <class K, int I, int H>
 __device__ __forceinline__ void multiply_step(typename Sum<K::arithmetic>::type (&sums)[K::columns][4],
                                               const u32 (&words)[K::Window::words],

@@ -27,14 +27,14 @@ struct Cursor {
         const ShardArgs& shard = args.shards[index];
         const u32 local = unit - shard.first_unit, tile_bytes = 16 * shard.half_bits;
         depth = shard.in_features / UNIT_IN;
-        const u32 strip_tile = local / depth, strip = strip_tile / args.row_tiles, row_tile = strip_tile % args.row_tiles;
+        const u32 strip = local / depth;
         k = local % depth;
         pitch = shard.out_features / 16 * tile_bytes;
         row_bytes = HALF_TILES * tile_bytes;
-        activation_bytes = unit_activation_bytes(shard.arithmetic, args.stored_rows);
+        activation_bytes = args.activation_stride ? unit_activation_bytes(shard.arithmetic, args.stored_rows) : 0;
         weights = reinterpret_cast<const u8*>(shard.trellis) + static_cast<u64>(4 * k) * pitch + strip * (2 * row_bytes);
         activations = args.activations + static_cast<u64>(shard.activation_block) * 16 +
-            static_cast<u64>(row_tile * depth + k) * activation_bytes;
+            static_cast<u64>(blockIdx.y * depth + k) * activation_bytes;
     }
     __device__ __forceinline__ void advance(const LinearArgs& args, u32 step) {
         unit += step, k += step;
@@ -87,7 +87,7 @@ struct Ring {
                 for (int row = 0; row < 4; ++row)
                     bulk_copy(target + row * (at.row_bytes + ROW_PAD), source + static_cast<u64>(row) * at.pitch, at.row_bytes, barrier);
             }
-            if (ACTIVATIONS && half == 0) bulk_copy(activations(filled), at.activations, activation_bytes, barrier);
+            if (ACTIVATIONS && half == 0 && activation_bytes) bulk_copy(activations(filled), at.activations, activation_bytes, barrier);
         }
 #else
         if (WEIGHTS) {

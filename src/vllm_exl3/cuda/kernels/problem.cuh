@@ -1,8 +1,9 @@
 // What a launch is told, and how work is cut: mirrored field by field in vllm_exl3/cuda/geometry.py.
 //
-// Work is a list of units. A unit is 64 input × 128 output channels for one tile of rows (tokens); units of one strip
-// (128 output channels, one Hadamard block) lie together with k rising, strips of one shard together, row tiles inside
-// a strip. The list is cut into one equal contiguous range per thread block, which depends on (N, K, blocks) alone.
+// Work is a list of units. A unit is 64 input × 128 output channels; units of one strip (128 output channels, one Hadamard
+// block) lie together with k rising, strips of one shard together. The list is cut into contiguous ranges, one a thread
+// block in x, equal within one unit; that depends on (N, K, blocks) alone and so does the order of every sum. blockIdx.y is
+// the tile of rows (tokens).
 #pragma once
 #include "types.cuh"
 
@@ -22,10 +23,10 @@ struct ShardArgs {
     u32 kind;              // index in the kernel's list of kinds
     u32 half_bits;
     u32 arithmetic;
-    u32 codebook;
     u32 first_unit;        // in the launch's list of units
-    u32 first_strip;       // in the launch's list of (strip, row tile)
+    u32 first_strip;       // in the launch's list of strips
     u32 activation_block;  // where its transformed activations begin, in 16 bytes
+    u32 sum_block;         // where its sums of quantised activations begin, in elements
 };
 
 struct LinearArgs {
@@ -35,9 +36,9 @@ struct LinearArgs {
     const void* bias;      // [sum of crop_size] or null
     u8* activations;       // scratch: transformed activations in fragment order
     float* scales;         // scratch [shard][rows]: what undoes the row's scale
-    int* sums;             // scratch [shard][rows][parts]: sums of quantised activations
-    u32* counters;         // scratch [strips × row tiles]: arrivals, zeroed by the transform
-    uint4* partials;       // scratch [2 × blocks][256 × T]: sums of strips that several blocks share
+    int* sums;             // scratch [shard][rows][units of k]: sums of quantised activations
+    u32* counters;         // [row tiles][strips]: arrivals; zero before and after every launch
+    uint4* partials;       // scratch [row tiles][2 × blocks][partial_stride]: sums of strips that several blocks share
     i64 x_stride;          // elements
     i64 out_stride;
     u32 shard_count;
@@ -50,11 +51,15 @@ struct LinearArgs {
     u32 out_type;
     u32 bias_type;
     u32 parts;             // blocks that share one row in the transform
-    u32 total_units;
+    u32 range_units;       // units of a block's range, and how many ranges hold one more
+    u32 longer_ranges;
     u32 total_strips;
+    u32 partial_stride;    // uint4 of one block's sums of a strip, the widest kind's
     u32 ring_units;        // units each warp's ring holds
     u32 half_stride;       // bytes of half a unit's weights in the ring, the widest kind's
-    u32 activation_stride; // bytes of a unit's activations in the ring, the widest kind's
+    u32 activation_stride; // bytes of a unit's activations in the ring, the widest kind's; 0 when the GEMM transforms
+    u32 plane_stride;      // bytes from one row of transformed activations in shared memory to the next
+    u32 plane_units;       // units of k that are kept there
 };
 
 // Fragment order of the activations of one unit: `matrices` 8×8 matrices of 16-byte rows; a row is one column of the
@@ -65,11 +70,12 @@ __device__ __forceinline__ u32 unit_activation_bytes(u32 arithmetic, u32 stored_
     return unit_matrices(arithmetic) * token_rows(arithmetic) * stored_rows * 16;
 }
 
-__device__ __forceinline__ u32 range_begin(u32 block, u32 blocks, u32 units) {
-    return static_cast<u32>(static_cast<u64>(block) * units / blocks);
+__device__ __forceinline__ u32 range_begin(const LinearArgs& args, u32 block) {
+    return block * args.range_units + min(block, args.longer_ranges);
 }
-__device__ __forceinline__ u32 block_of_unit(u32 unit, u32 blocks, u32 units) {
-    return static_cast<u32>((static_cast<u64>(unit + 1) * blocks - 1) / units);
+__device__ __forceinline__ u32 block_of_unit(const LinearArgs& args, u32 unit) {
+    const u32 longer = args.longer_ranges * (args.range_units + 1);
+    return unit < longer ? unit / (args.range_units + 1) : args.longer_ranges + (unit - longer) / args.range_units;
 }
 
 // Programmatic dependent launch: what the kernel before wrote may be touched only after `wait_for_previous`.
