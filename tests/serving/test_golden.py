@@ -1,11 +1,15 @@
 """Packs made by exllamav3, served by stock vLLM: the logits are exllamav3's own."""
 
+import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.serving.conftest import DENSE, PACKS, Tensors, golden_logits, relative_error
 from tests.serving.engine import engine, logits_of
@@ -80,3 +84,40 @@ def test_legacy_sign_bits_serve_like_the_same_scales(variant: Callable[..., Path
         wanted = logits_of(llm, ids)
     with engine(variant(SAMPLE, as_signs)) as llm:
         torch.testing.assert_close(logits_of(llm, ids), wanted)
+
+
+def declare_for_the_earlier_plugin(config: dict[str, Any]) -> None:
+    """The keys that its pack tool adds to a native declaration."""
+    native = dict(config["quantization_config"])
+    layers = {
+        f"model.layers.{layer}.{name}": {"bits": 3}
+        for layer in (0, 1)
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    }
+    config["quantization_config"] |= {
+        "bits": 3,
+        "scope": "native_all_linears",
+        "layer_bits": {"0": 3, "1": 3},
+        "non_routed_exl3": {
+            "codebook": "mul1",
+            "bits": 3,
+            "modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"],
+            "layers": {**layers, "lm_head": {"bits": 6}},
+        },
+        "derived_from_headers": True,
+        "native_quantization_config": native,
+    }
+
+
+def test_a_pack_rewritten_for_the_earlier_plugin_serves_the_same_bits(variant: Callable[..., Path]) -> None:
+    ids, _ = golden_logits(SAMPLE)
+    folder = variant(SAMPLE, config=declare_for_the_earlier_plugin)
+    for name in ("config.json", "quantization_config.json"):
+        shutil.copy(PACKS / SAMPLE / name, folder / f"{name}.native")
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        weight_map = dict.fromkeys(stored.keys(), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with engine(PACKS / SAMPLE) as llm:
+        wanted = logits_of(llm, ids)
+    with engine(folder) as llm:
+        torch.testing.assert_close(logits_of(llm, ids), wanted, rtol=0, atol=0)

