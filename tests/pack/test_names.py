@@ -308,3 +308,9 @@ def test_a_linear_of_another_layer_does_not_hide_behind_its_neighbour(pack_of: M
 
 def test_linear_helper_makes_what_the_resolver_needs() -> None:
     assert set(linear("a", 128, 128)) == {"a.trellis", "a.suh", "a.svh", "a.mul1"}
+
+
+def test_a_layer_s_own_output_is_no_head(pack_of: MakePack) -> None:
+    resolver = NameResolver(pack_of("lm_head", "model.layers.0.attention.dense"))
+    assert resolver.resolve("model.layers.0.attention.output") is None
+    assert _keys(resolver, "model.output") == ["lm_head"]

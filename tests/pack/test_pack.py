@@ -299,3 +299,28 @@ def test_declared_source_format_beside_exl3_is_no_fault(tmp_path: Path) -> None:
 def test_linear_contents_do_not_depend_on_the_run() -> None:
     first, second = linear("a", 128, 128), linear("a", 128, 128)
     assert all(np.array_equal(first[name][1], second[name][1]) for name in first)
+
+
+def test_dense_head_at_sixteen_bits_agrees_with_its_declaration(tmp_path: Path) -> None:
+    draft = llama().drop("lm_head.trellis", "lm_head.suh", "lm_head.svh", "lm_head.mul1")
+    draft.tensors["lm_head.weight"] = ("F16", np.ones((256, 128)))
+    draft.config["quantization_config"]["head_bits"] = 16
+    draft.sidecar = None
+    assert check(Pack.open(draft.write(tmp_path))) == []
+
+
+def test_layers_of_a_tower_do_not_stand_for_the_model_s(tmp_path: Path) -> None:
+    draft = llama(layers=1)
+    draft.tensors["model.vision_tower.encoder.layers.1.norm.weight"] = ("F16", np.ones(8))
+    assert check(Pack.open(draft.write(tmp_path / "complete"))) == []
+    draft.config["num_hidden_layers"] = 2
+    with pytest.raises(Exl3PackError, match="layer 1"):
+        check(Pack.open(draft.write(tmp_path / "short")))
+
+
+def test_configuration_without_weights_names_the_reason(tmp_path: Path) -> None:
+    folder = llama().write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(Exl3PackError, match="download them too") as caught:
+        Pack.open(folder)
+    assert "no *.safetensors" in caught.value.found

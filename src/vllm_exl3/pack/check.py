@@ -4,7 +4,6 @@ What contradicts itself or cannot be decoded is refused; what is odd but harmles
 The rows of this list come from public reports of what goes wrong when EXL3 packs are served.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,15 +12,14 @@ import numpy as np
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
 from vllm_exl3.pack.files import missing_file_fault
-from vllm_exl3.pack.names import EMBEDDING_NAMES, HEAD_NAMES
+from vllm_exl3.pack.names import is_embedding_name, is_head_name
 from vllm_exl3.pack.pack import INDEX, Pack
-from vllm_exl3.pack.skip import Skipper, classify, main_layers
+from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, classify, main_layers
 from vllm_exl3.pack.stored import StoredTensor
 from vllm_exl3.pack.values import check_marker
 
 __all__ = ["check", "find_faults", "find_warnings"]
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _FOREIGN_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8")
 _SAMPLES = 3
 
@@ -62,7 +60,7 @@ def find_faults(pack: Pack) -> Iterator[Exl3PackError]:
 def find_warnings(pack: Pack) -> list[Exl3PackWarning]:
     """Every oddity of a pack that serving it can live with."""
     texts = [*pack.remarks, *claim_warnings(pack), *_tied_with_head(pack)]
-    if not any(_leaf(key) in EMBEDDING_NAMES for key in (*pack.dense, *pack.embeddings)) and _generates(pack):
+    if not any(is_embedding_name(key) for key in (*pack.dense, *pack.embeddings)) and _generates(pack):
         texts.append("no token embedding was recognised among the stored tensors")
     accounts = classify(pack)
     if accounts.unknown:
@@ -194,7 +192,7 @@ def _foreign_weights(pack: Pack) -> Iterator[Exl3PackError]:
 def _gaps(pack: Pack) -> Iterator[Exl3PackError]:
     """Layers or experts that config.json counts and no file holds."""
     remedy = "A file of the pack is missing or config.json is of another model: fetch the pack again."
-    present = {int(match[1]) for name in pack.tensors if (match := _LAYER.search(name))}
+    present = {int(match[1]) for name in pack.tensors if (match := MAIN_LAYER.match(name))}
     absent = sorted(set(range(main_layers(pack.config))) - present)
     if present and absent:
         yield _fault(
@@ -243,7 +241,7 @@ def _tied_with_head(pack: Pack) -> Iterator[str]:
 
 
 def _has_head(pack: Pack) -> bool:
-    return any(_leaf(key) in HEAD_NAMES for modules in (pack.linears, pack.dense) for key in modules)
+    return any(is_head_name(key) for modules in (pack.linears, pack.dense) for key in modules)
 
 
 def _tied(config: Mapping[str, Any]) -> bool | None:

@@ -15,7 +15,7 @@ from typing import Any
 from vllm_exl3.pack.assemble import MARKERS
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.metadata import declared_blocks
-from vllm_exl3.pack.names import NameResolver
+from vllm_exl3.pack.names import NameResolver, is_head_name
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
 from vllm_exl3.pack.stored import StoredLinear
@@ -175,7 +175,7 @@ def body_and_head(pack: Pack) -> tuple[list[StoredLinear], list[StoredLinear]]:
     body: list[StoredLinear] = []
     head: list[StoredLinear] = []
     for key, linear in pack.linears.items():
-        if key.rpartition(".")[2] == "lm_head":
+        if is_head_name(key):
             head.append(linear)
         elif not skipper.is_mtp(key):
             body.append(linear)

@@ -70,6 +70,11 @@ def no_trellis_fault(files: Source, tensors: Mapping[str, object], config: Mappi
         what = f"tensors of {kinds[0]}" if kinds else f"{len(tensors)} tensors and no trellis"
         found = what + (f", quant_method {methods[0]!r}" if methods else "")
     remedy = "Give the folder or repository of an EXL3 pack (tensors named *.trellis)."
+    if not tensors and any(block.get("quant_method") == "exl3" for _, block in declared_blocks(config)):
+        remedy = (
+            "config.json declares EXL3, but the weights are not beside it: download them too. Load formats that "
+            "stream weights from elsewhere are not supported, since the headers say how to build the model."
+        )
     if branches:
         remedy = f"EXL3 repositories keep one branch per bit rate; pass --revision with one of: {', '.join(branches)}."
     return Exl3PackError(found=found, expected="EXL3 tensors (*.trellis)", where=files.label, remedy=remedy)

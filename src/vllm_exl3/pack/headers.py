@@ -118,16 +118,19 @@ def _parse(file: str, nbytes: int, text: bytes) -> FileHeader:
     metadata = entries.pop("__metadata__", None)
     base = 8 + len(text)
     tensors: dict[str, StoredTensor] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, entry in entries.items():
         try:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             start, end = entry["data_offsets"]
-            expected = (math.prod(shape) * ITEM_BITS[dtype] + 7) // 8
+            expected = sizes.get((dtype, shape))
+            if expected is None:  # a pack of many experts repeats few shapes
+                expected = sizes[dtype, shape] = _size(dtype, shape)
             size = end - start
+            if type(start) is not int or start < 0:
+                raise ValueError(start)
         except (KeyError, TypeError, ValueError) as error:
             raise _broken_entry(file, name, entry) from error
-        if type(expected) is not int or type(start) is not int or start < 0 or min(shape, default=0) < 0:
-            raise _broken_entry(file, name, entry)
         if size != expected:
             raise Exl3PackError(
                 found=f"{size} bytes for {dtype} {list(shape)}",
@@ -138,6 +141,18 @@ def _parse(file: str, nbytes: int, text: bytes) -> FileHeader:
         tensors[name] = StoredTensor(name, dtype, shape, file, base + start, expected)
     _check_extent(file, nbytes, base, tensors)
     return FileHeader(file, nbytes, tensors, metadata if isinstance(metadata, dict) else {})
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor.
+
+    Raises:
+        KeyError: the dtype is unknown.
+        ValueError: the shape is none.
+    """
+    if any(type(dimension) is not int or dimension < 0 for dimension in shape):
+        raise ValueError(shape)
+    return (math.prod(shape) * ITEM_BITS[dtype] + 7) // 8
 
 
 def _check_extent(file: str, nbytes: int, base: int, tensors: Mapping[str, StoredTensor]) -> None:

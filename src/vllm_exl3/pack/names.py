@@ -17,7 +17,7 @@ from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper, main_layers
 from vllm_exl3.pack.stored import ExpertGroup, StoredLinear, StoredNgramTable, StoredRowTable, StoredTensor
 
-__all__ = ["NameResolver", "Part", "Resolution"]
+__all__ = ["NameResolver", "Part", "Resolution", "is_embedding_name", "is_head_name"]
 
 WRAPPERS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "base_model"})
 """Leading components that only say which wrapper class holds the text model."""
@@ -38,7 +38,7 @@ SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """Unfused names that exllamav3 stores where the source model, and so vLLM's class, has a fused one."""
 
 _SLICE = re.compile(r"^(?P<key>.+)\.slice\.(?P<index>\d+)$")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
+_NUMBERED = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 _SAMPLES = 4
 
 
@@ -72,6 +72,16 @@ class Resolution:
     def linears(self) -> tuple[StoredLinear, ...]:
         """The EXL3 linears among the parts."""
         return tuple(part.linear for part in self.parts if part.linear is not None)
+
+
+def is_head_name(name: str) -> bool:
+    """Whether a module name is that of an output head; inside a numbered layer nothing is."""
+    return name.rpartition(".")[2] in HEAD_NAMES and _NUMBERED.search(name) is None
+
+
+def is_embedding_name(name: str) -> bool:
+    """Whether a module name is that of a token embedding; inside a numbered layer nothing is."""
+    return name.rpartition(".")[2] in EMBEDDING_NAMES and _NUMBERED.search(name) is None
 
 
 def _identity(name: str) -> str | None:
@@ -230,7 +240,7 @@ class NameResolver:
         for names in self._fusions(prefix):
             if (keys := self._fused(prefix, names)) is not None:
                 return keys
-        if prefix.rpartition(".")[2] in HEAD_NAMES and (key := self._by_leaf(HEAD_NAMES)) is not None:
+        if is_head_name(prefix) and (key := self._by_leaf(HEAD_NAMES)) is not None:
             return (key,)
         return None
 
@@ -285,7 +295,7 @@ class NameResolver:
             keys = [
                 key
                 for name, keys in self._exact.items()
-                if name.rpartition(".")[2] == leaf and not _LAYER.search(name) and not name.startswith("mtp.")
+                if name.rpartition(".")[2] == leaf and not _NUMBERED.search(name) and not name.startswith("mtp.")
                 for key in keys
             ]
             if len(keys) == 1:

@@ -73,9 +73,9 @@ class Pack:
         self._reopen = reopen
         self.names = files.names()
         names, self.ignored_files = weight_files(self.names)
-        if not names:
-            raise no_trellis_fault(files, {}, {})
         self.config: Mapping[str, Any] = self._json("config.json") or {}
+        if not names:
+            raise no_trellis_fault(files, {}, self.config)
         # Parsing holds the interpreter lock: threads help only where a network answers.
         with ThreadPoolExecutor(1 if files.folder else _THREADS) as pool:
             self.files: Mapping[str, FileHeader] = dict(zip(names, pool.map(self._header, names), strict=True))

@@ -13,9 +13,11 @@ from vllm_exl3.pack.assemble import LINEAR_LEAVES, NGRAM_EXTRA
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import StoredTensor
 
-__all__ = ["RULES", "Accounts", "Rule", "Skipper", "classify", "draft_layers", "main_layers"]
+__all__ = ["MAIN_LAYER", "RULES", "Accounts", "Rule", "Skipper", "classify", "draft_layers", "main_layers"]
 
-_LAYER = re.compile(r"^(?:model\.|language_model\.|transformer\.)*layers\.(\d+)\.")
+MAIN_LAYER = re.compile(r"^(?:model\.|language_model\.|transformer\.)*layers\.(\d+)\.")
+"""The start of every tensor name in a decoder layer of the language model."""
+
 _SPLIT_QKV = re.compile(r"^(?P<attention>.+\.attn)\.(?:q|k|v|q_proj|k_proj|v_proj)$")
 
 
@@ -101,7 +103,7 @@ class Skipper:
         """Whether a module belongs to draft layers: under ``mtp``, or those that config.json counts after the stack."""
         if key.startswith(("mtp.", "model.mtp.")):
             return True
-        match = _LAYER.match(f"{key}.")
+        match = MAIN_LAYER.match(f"{key}.")
         return match is not None and int(match[1]) in self._draft_layers
 
     def has_module(self, key: str) -> bool:
