@@ -15,9 +15,10 @@ from typing import Any
 from vllm_exl3.pack.assemble import MARKERS
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.metadata import declared_blocks
-from vllm_exl3.pack.names import NameResolver, is_head_name
+from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
+from vllm_exl3.pack.spelling import is_head_name
 from vllm_exl3.pack.stored import StoredLinear
 
 __all__ = ["LedgerAudit", "audit_ledger", "body_and_head", "claim_warnings", "mean_bits"]

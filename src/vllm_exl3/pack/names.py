@@ -9,36 +9,26 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from vllm_exl3.pack.assemble import EXPERT
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper, main_layers
+from vllm_exl3.pack.spelling import (
+    EMBEDDING_NAMES,
+    HEAD_NAMES,
+    SPLITS,
+    canonical,
+    is_head_name,
+    is_outside_layers,
+    keys_are_values,
+)
 from vllm_exl3.pack.stored import ExpertGroup, StoredLinear, StoredNgramTable, StoredRowTable, StoredTensor
 
-__all__ = ["NameResolver", "Part", "Resolution", "is_embedding_name", "is_head_name"]
-
-WRAPPERS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "base_model"})
-"""Leading components that only say which wrapper class holds the text model."""
-
-EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
-HEAD_NAMES = ("lm_head", "embed_out", "output")
-
-SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "qkv_proj": (("q_proj", "k_proj", "v_proj"),),
-    "qkv": (("q", "k", "v"), ("q_proj", "k_proj", "v_proj")),
-    "query_key_value": (("q_proj", "k_proj", "v_proj"),),
-    "gate_up_proj": (("gate_proj", "up_proj"),),
-    "kv_proj": (("k_proj", "v_proj"), ("key_proj", "value_proj")),
-    "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
-    "in_proj_ba": (("in_proj_b", "in_proj_a"),),
-    "fused_qkv_a_proj": (("q_a_proj", "kv_a_proj_with_mqa"),),
-}
-"""Unfused names that exllamav3 stores where the source model, and so vLLM's class, has a fused one."""
+__all__ = ["NameResolver", "Part", "Resolution"]
 
 _SLICE = re.compile(r"^(?P<key>.+)\.slice\.(?P<index>\d+)$")
-_NUMBERED = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 _SAMPLES = 4
 
 
@@ -72,16 +62,6 @@ class Resolution:
     def linears(self) -> tuple[StoredLinear, ...]:
         """The EXL3 linears among the parts."""
         return tuple(part.linear for part in self.parts if part.linear is not None)
-
-
-def is_head_name(name: str) -> bool:
-    """Whether a module name is that of an output head; inside a numbered layer nothing is."""
-    return name.rpartition(".")[2] in HEAD_NAMES and _NUMBERED.search(name) is None
-
-
-def is_embedding_name(name: str) -> bool:
-    """Whether a module name is that of a token embedding; inside a numbered layer nothing is."""
-    return name.rpartition(".")[2] in EMBEDDING_NAMES and _NUMBERED.search(name) is None
 
 
 def _identity(name: str) -> str | None:
@@ -266,7 +246,7 @@ class NameResolver:
         if not found:
             return None
         missing = [name for name in names if name not in found]
-        if [name.rpartition(".")[2] for name in missing] == ["v_proj"] and _keys_are_values(self.pack.config):
+        if [name.rpartition(".")[2] for name in missing] == ["v_proj"] and keys_are_values(self.pack.config):
             found[missing.pop()] = found[names[1]]  # such layers store k once, and vLLM loads it into v as well
         if missing:
             raise Exl3PackError(
@@ -280,38 +260,26 @@ class NameResolver:
     def _unique(self, name: str) -> str | None:
         candidates = self._exact.get(name) or self._loose.get(self._canonical(name)) or []
         if len(candidates) > 1:
-            raise Exl3PackError(
-                found=f"{len(candidates)} candidates: {', '.join(candidates[:_SAMPLES])}",
-                expected="one stored module",
-                where=f"{name} in {self.pack.source}",
-                remedy="Two parts of the pack answer to the same name: report it with the output of "
-                "`vllm-exl3 inspect`.",
-            )
+            raise self._ambiguity(name, candidates)
         return candidates[0] if candidates else None
 
     def _by_leaf(self, leaves: Sequence[str]) -> str | None:
         """The one stored module outside the layers whose last component is the first leaf that occurs."""
         for leaf in leaves:
-            keys = [
-                key
-                for name, keys in self._exact.items()
-                if name.rpartition(".")[2] == leaf and not _NUMBERED.search(name) and not name.startswith("mtp.")
-                for key in keys
-            ]
-            if len(keys) == 1:
-                return keys[0]
+            names = [name for name in self._exact if is_outside_layers(name, leaf) and not name.startswith("mtp.")]
+            keys = sorted((key for name in names for key in self._exact[name]), key=lambda key: key.count("."))
+            # The text model's own has the shorter name; deeper ones belong to towers.
+            if len(keys) > 1 and keys[0].count(".") == keys[1].count("."):
+                raise self._ambiguity(leaf, keys)
             if keys:
-                shortest = sorted(keys, key=lambda key: key.count("."))
-                if shortest[0].count(".") < shortest[1].count("."):
-                    return shortest[0]  # the text model's own; deeper ones belong to towers
-                return self._ambiguous(leaf, keys)
+                return keys[0]
         return None
 
-    def _ambiguous(self, leaf: str, keys: Sequence[str]) -> str | None:
-        raise Exl3PackError(
-            found=f"{len(keys)} candidates: {', '.join(keys[:_SAMPLES])}",
-            expected=f"one {leaf}",
-            where=self.pack.source,
+    def _ambiguity(self, name: str, candidates: Sequence[str]) -> Exl3PackError:
+        return Exl3PackError(
+            found=f"{len(candidates)} candidates: {', '.join(candidates[:_SAMPLES])}",
+            expected="one stored module",
+            where=f"{name} in {self.pack.source}",
             remedy="Two parts of the pack answer to the same name: report it with the output of `vllm-exl3 inspect`.",
         )
 
@@ -323,19 +291,8 @@ class NameResolver:
         return Part(key, self.pack.linears.get(key), self.pack.dense.get(key))
 
     def _canonical(self, name: str) -> str:
-        """``name`` without wrapper components, MTP layers numbered after the main stack."""
-        parts = name.split(".")
-        if len(parts) > 3 and parts[:2] == ["mtp", "layers"] and parts[2].isdigit() and self._main_layers:
-            parts[:3] = ["layers", str(self._main_layers + int(parts[2]))]
-        while len(parts) > 1 and parts[0] in WRAPPERS:
-            del parts[0]
-        return ".".join(parts)
+        return canonical(name, self._main_layers)
 
     def _canonical_mlp(self, name: str) -> str:
         # gemma-4's class puts a `.moe` component in by itself, outside any mapper.
         return self._canonical(name).removesuffix(".moe")
-
-
-def _keys_are_values(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config")
-    return bool(config.get("attention_k_eq_v") or (isinstance(text, Mapping) and text.get("attention_k_eq_v")))

@@ -1,0 +1,72 @@
+"""How models spell module names: wrappers, fused projections, heads, embeddings, draft layers."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "EMBEDDING_NAMES",
+    "HEAD_NAMES",
+    "SPLITS",
+    "canonical",
+    "is_embedding_name",
+    "is_head_name",
+    "is_outside_layers",
+    "keys_are_values",
+]
+
+WRAPPERS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "base_model"})
+"""Leading components that only say which wrapper class holds the text model."""
+
+EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
+HEAD_NAMES = ("lm_head", "embed_out", "output")
+
+SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "qkv_proj": (("q_proj", "k_proj", "v_proj"),),
+    "qkv": (("q", "k", "v"), ("q_proj", "k_proj", "v_proj")),
+    "query_key_value": (("q_proj", "k_proj", "v_proj"),),
+    "gate_up_proj": (("gate_proj", "up_proj"),),
+    "kv_proj": (("k_proj", "v_proj"), ("key_proj", "value_proj")),
+    "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
+    "in_proj_ba": (("in_proj_b", "in_proj_a"),),
+    "fused_qkv_a_proj": (("q_a_proj", "kv_a_proj_with_mqa"),),
+}
+"""Unfused names that exllamav3 stores where the source model, and so vLLM's class, has a fused one."""
+
+_NUMBERED = re.compile(r"(?:^|\.)\d+(?=\.|$)")
+
+
+def is_outside_layers(name: str, leaf: str) -> bool:
+    """Whether a module name ends with ``leaf`` and lies in no numbered layer."""
+    return name.rpartition(".")[2] == leaf and _NUMBERED.search(name) is None
+
+
+def is_head_name(name: str) -> bool:
+    """Whether a module name is that of an output head; inside a numbered layer nothing is."""
+    return any(is_outside_layers(name, leaf) for leaf in HEAD_NAMES)
+
+
+def is_embedding_name(name: str) -> bool:
+    """Whether a module name is that of a token embedding; inside a numbered layer nothing is."""
+    return any(is_outside_layers(name, leaf) for leaf in EMBEDDING_NAMES)
+
+
+def canonical(name: str, main_layers: int) -> str:
+    """``name`` without leading wrapper components, MTP layers numbered after the main stack.
+
+    Args:
+        name: a module's name, in the checkpoint's spelling or vLLM's.
+        main_layers: decoder layers of the main model, or 0 when unknown.
+    """
+    parts = name.split(".")
+    if len(parts) > 3 and parts[:2] == ["mtp", "layers"] and parts[2].isdigit() and main_layers:
+        parts[:3] = ["layers", str(main_layers + int(parts[2]))]
+    while len(parts) > 1 and parts[0] in WRAPPERS:
+        del parts[0]
+    return ".".join(parts)
+
+
+def keys_are_values(config: Mapping[str, Any]) -> bool:
+    """Whether some layers store keys once and use them as values too, as config.json says."""
+    text = config.get("text_config")
+    return bool(config.get("attention_k_eq_v") or (isinstance(text, Mapping) and text.get("attention_k_eq_v")))
