@@ -22,7 +22,7 @@ from vllm_exl3.tools import vllm_cpu
 
 __all__ = ["PARAGRAPH", "QUESTIONS", "Settings", "judge", "run_demo"]
 
-QUESTIONS = (("What is the capital of France?", "Paris"), ("Why is the sky blue?", None))
+QUESTIONS = (("What is the capital of France?", "Paris"), ("Explain in one sentence why plants need sunlight.", None))
 """What is asked, and what the answer must contain."""
 
 PARAGRAPH = (
