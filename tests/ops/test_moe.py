@@ -19,8 +19,10 @@ BOUND = {"reference": 1e-5, "grouped": 1e-5, "native": 1e-3}
 """The C++ library's linears are within 5e-4 each; three follow each other here."""
 
 MUL1, MCG, INST3 = Codebook.MUL1, Codebook.MCG, Codebook.INST3
-MIXED = [(bits, kind) for bits, kind in zip((2, 8, 3, 5, 1.5, 4, 6, 7, 3.5, 1, 2.5), (MUL1, MCG, INST3, INST3) * 3)]
-MIXED = [(bits, MUL1 if bits % 1 else kind) for bits, kind in MIXED]
+RATES = (2, 8, 3, 5, 1.5, 4, 6, 7, 3.5, 1, 2.5)
+KINDS = (MUL1, MCG, INST3, INST3) * 3
+MIXED = [(bits, MUL1 if bits % 1 else kind) for bits, kind in zip(RATES, KINDS, strict=False)]
+"""Every rate; half-integer ones exist with mul1 only."""
 
 
 @dataclass
@@ -95,7 +97,10 @@ SHAPES = {
     "128 experts 2048×768 K4": (128, 8, 256, 128, [(4, INST3)], {}),
     "128 experts 2688×1856 ReLU²": (
         64, 6, 336, 232, [(3, MUL1)],
-        {"gated": False, "activation": ("relu2_ungated", 1.0, 0.0, math.inf), "function": lambda _, u: np.maximum(u, 0) ** 2},
+        {
+            "gated": False, "activation": ("relu2_ungated", 1.0, 0.0, math.inf),
+            "function": lambda _, up: np.maximum(up, 0) ** 2,
+        },
     ),
     "32 experts 2880×2880 SwiGLU-OAI, biases": (
         32, 4, 360, 360, [(4, MCG), (5, MCG)],

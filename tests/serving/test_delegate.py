@@ -141,32 +141,21 @@ def test_keys_without_a_meaning_are_refused(keys: dict[str, Any], message: str) 
 
 def test_a_format_that_vllm_does_not_know_is_refused() -> None:
     source = SourceFormat({"non_routed_quantization": {"quant_method": "int5"}}, "pack")
-    with pytest.raises(Exl3PackError, match="'int5'.*expected a quantization_config that this vLLM serves"):
+    with pytest.raises(Exl3PackError, match=r"'int5'.*expected a quantization_config that this vLLM serves"):
         source.linear(SimpleNamespace(), "model.layers.0.mlp.gate_up_proj", ["k"], [], {})  # type: ignore[arg-type]
 
 
+DELEGATE = {"non_routed_quantization": SOURCE}
+AS_STORED = {**DELEGATE, "non_routed_dtype_policy": "bf16_as_stored"}
+SOURCE_DRAFT = {**AS_STORED, "mtp_experts": "source"}
 EXPERTS = [
     ({}, 3, False),
-    ({"non_routed_quantization": SOURCE}, 3, True),
-    ({"non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored"}, 3, False),
-    ({"non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored", "mtp_experts": "source"}, 3, True),
-    (
-        {
-            "non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored", "mtp_experts": "source",
-            "mtp_experts_start_layer": 3,
-        },
-        3,
-        True,
-    ),
-    (
-        {
-            "non_routed_quantization": SOURCE, "non_routed_dtype_policy": "bf16_as_stored", "mtp_experts": "source",
-            "mtp_experts_start_layer": 4,
-        },
-        3,
-        False,
-    ),
-]  # fmt: skip
+    (DELEGATE, 3, True),
+    (AS_STORED, 3, False),
+    (SOURCE_DRAFT, 3, True),
+    ({**SOURCE_DRAFT, "mtp_experts_start_layer": 3}, 3, True),
+    ({**SOURCE_DRAFT, "mtp_experts_start_layer": 4}, 3, False),
+]
 
 
 @pytest.mark.parametrize(("keys", "layer", "delegated"), EXPERTS)

@@ -57,8 +57,8 @@ def stored(layer: MoELayer, names: tuple[str, ...] = GATED, padded_bias: bool = 
     return tensors
 
 
-def open_pack(folder: Path, tensors: Tensors) -> Pack:
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}
+def open_pack(folder: Path, tensors: Tensors, **config: Any) -> Pack:
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, **config}
     return Pack.open(Draft(dict(tensors), config).write(folder))
 
 
@@ -233,6 +233,38 @@ def test_swiglu_oai_with_biases(tmp_path: Path) -> None:
     load(module, tensors)
     x, (weights, ids) = inputs(6, 200) * 3, random_routing(6, 4, 2)
     assert error(run(module, x, weights, ids), layer.oracle(x, weights, ids)) < 1e-3
+
+
+def divide_up(tensors: Tensors, divisor: float) -> None:
+    for name, (dtype, values) in tensors.items():
+        if name.endswith("up_proj.suh"):
+            tensors[name] = (dtype, (values / divisor).astype(np.float16))
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "divisor", "scale"), [("laguna", 128, 128), ("laguna", 1, 1), ("mixtral", 128, 1)]
+)
+def test_lagunas_divided_up_projections_are_made_good(
+    tmp_path: Path, model_type: str, divisor: float, scale: float, on_input: bool
+) -> None:
+    layer = random_layer(3, 256, 128)
+    tensors = stored(layer)
+    divide_up(tensors, divisor)
+    module = build(open_pack(tmp_path, tensors, model_type=model_type), layer, apply_router_weight_on_input=on_input)
+    load(module, tensors)
+    x, (weights, ids) = inputs(6, 256), random_routing(6, 3, 1 if on_input else 2)
+    expected = layer.oracle(x, weights, ids, on_input) * scale / divisor
+    assert error(run(module, x, weights, ids), expected) < 1e-2  # float16 scales of 1e-4 have few digits
+
+
+def test_a_division_that_is_neither_is_refused(tmp_path: Path) -> None:
+    layer = random_layer(3, 256, 128)
+    tensors = stored(layer)
+    divide_up(tensors, 16)
+    module = build(open_pack(tmp_path, tensors, model_type="laguna"), layer)
+    with pytest.raises(Exl3PackError, match=r"gate scales 1\d\.\d times as large as up's"):
+        load(module, tensors)
 
 
 CALLS = [

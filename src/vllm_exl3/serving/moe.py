@@ -18,6 +18,7 @@ import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import TILE, Codebook, ExpertGroup
 from vllm_exl3.serving.loading import check_shape, unpack_signs_like
+from vllm_exl3.serving.models.laguna import is_laguna, routed_scale
 from vllm_exl3.serving.moe_checks import (
     ActivationCall,
     LoadedExperts,
@@ -56,6 +57,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.group = group
         refuse_unserved(where, layer)
         self.activation: ActivationCall = activation_call(where, layer)
+        self.scale = 1.0
         self.layout: ExpertLayout
         self.loaded: LoadedExperts
         self._local: list[int]
@@ -195,6 +197,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         for name in ("w13", "w2"):
             for leaf in ("suh", "svh"):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
+        if is_laguna(self.config.pack.config):
+            self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
         self.config.report.experts_ready(self.where, layer, self.config.pack)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -210,6 +214,16 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``x [M, hidden]`` through its experts; this rank's part of the sum, in the dtype of ``x``."""
+        if self.scale != 1:
+            # In float32 either way: the unscaled result may be too small for float16.
+            if layer.apply_router_weight_on_input:
+                return (self._call(layer, x.float(), topk_weights, topk_ids) * self.scale).to(x.dtype)
+            topk_weights = topk_weights.float() * self.scale
+        return self._call(layer, x, topk_weights, topk_ids)
+
+    def _call(
+        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
         call = self.activation
         output: torch.Tensor = torch.ops.vllm_exl3.moe(
             x,

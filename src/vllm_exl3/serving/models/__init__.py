@@ -1,0 +1,1 @@
+"""What single model families need beyond the common path: one file a family, each with its reason."""
