@@ -19,14 +19,16 @@ constexpr int PANEL_COLUMNS = 64;  // columns that `panel` decodes and `multiply
 // activations over 128 channels; the others need 15 bits, hence shorter sums.
 constexpr int block_tiles(int codebook) { return codebook == 2 ? 8 : 4; }
 
-// Quantised rows of activations in the rotated basis of one shard.
+// Quantised rows of activations in the rotated basis of one shard. A block of all rows is contiguous,
+// as the many-row path reads it.
 struct Rows {
-    int16_t* values;  // [rows][k]
-    float* scale;     // [rows][blocks]
-    int32_t* offset;  // [rows][blocks], where every sum of the block starts (mul1: -510 · Σ values)
-    float* constant;  // [rows], added to every column before the output rotation; NaN poisons the row
-    float* gain;      // [rows], by which every output of the row is multiplied
-    int64_t k;        // a multiple of 128
+    int16_t* values;  // [blocks][count][k of a block]
+    float* scale;     // [blocks][count]
+    int32_t* offset;  // [blocks][count], where every sum of the block starts (mul1: -510 · Σ values)
+    float* constant;  // [count], added to every column before the output rotation; NaN poisons the row
+    float* gain;      // [count], by which every output of the row is multiplied
+    int64_t count;
+    int64_t k;  // a multiple of 128
     int64_t blocks;
 };
 
@@ -48,10 +50,8 @@ struct StripTask {
     int half_bits;
     int codebook;
     int column_tiles;
-    Rows rows;
-    int64_t row;
-    int count;    // rows
-    float* sums;  // [count][sums_stride], in tile order (see column_of_sum)
+    Rows rows;    // all of them, at most strip_rows
+    float* sums;  // [rows.count][sums_stride], in tile order (see column_of_sum)
     int64_t sums_stride;
 };
 

@@ -115,6 +115,7 @@ class Linear {
                          layout.take<int32_t>(rows * blocks),
                          layout.take<float>(rows),
                          layout.take<float>(rows),
+                         rows,
                          k,
                          blocks};
         }
@@ -173,8 +174,7 @@ class Linear {
     void strip(const Unit& unit, float* sums) const {
         const ShardView& view = *unit.view;
         kernels_.strip({view.tile(0, unit.first * (BLOCK / TILE)), view.row_dwords(), int(view.shard->half_bits),
-                        int(view.shard->codebook), int(unit.blocks * (BLOCK / TILE)), view.rows, 0, int(rows_), sums,
-                        unit_columns_});
+                        int(view.shard->codebook), int(unit.blocks * (BLOCK / TILE)), view.rows, sums, unit_columns_});
     }
 
     void panels(const Unit& unit, int64_t begin, int64_t end, float* sums, int16_t* panel) const {

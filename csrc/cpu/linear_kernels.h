@@ -1,15 +1,16 @@
 // The inner loops of a linear, written once over the vector type of the including file.
 //
-// That file (simd_*.h) supplies, for vectors of LANES dwords: I and F, their arithmetic, Windows
-// (16-bit states of a tile), Decoder<codebook> (two vectors of states to int16 weight pairs), the
-// 4 x 4 exchanges between lanes, and how much its registers hold (STRIP_ROWS, MULTIPLY_ROWS rows,
-// PANEL_VECTORS vectors of columns). A "group" is LANES / 2 lanes of a tile; the dwords 2i and 2i + 1 of
+// That file supplies, for vectors of LANES dwords: I and F, their arithmetic, the 4 x 4 exchanges
+// between lanes, and how much its registers hold (STRIP_ROWS, MULTIPLY_ROWS rows, PANEL_VECTORS
+// vectors of columns); classes of windows (the 16-bit states of a tile), of which `with_windows`
+// picks one by rate; and Decoder<codebook> (two vectors of states to int16 weight pairs). A "group" is LANES / 2 lanes of a tile; the dwords 2i and 2i + 1 of
 // its vectors belong to lane i: position j (column c) and j + 4 (column c + 8). For a fixed j the
 // row depends on i % 4 only, so one activation vector serves every group of every tile.
 #pragma once
 
 #include "format.h"
 #include "kernels.h"
+#include "repeat.h"
 
 namespace {
 
@@ -39,17 +40,23 @@ struct Units<MUL1> {
 };
 
 inline void rotate(float* block) {
-    F v[BLOCK / LANES];
-    for (int i = 0; i < BLOCK / LANES; i++) v[i] = hadamard_vector(load_float(block + i * LANES));
-    for (int stride = 1; stride < BLOCK / LANES; stride *= 2) {
-        for (int i = 0; i < BLOCK / LANES; i++) {
-            if (i & stride) continue;
-            const F a = v[i], b = v[i + stride];
-            v[i] = add(a, b);
-            v[i + stride] = subtract(a, b);
-        }
-    }
-    for (int i = 0; i < BLOCK / LANES; i++) store_float(block + i * LANES, v[i]);
+    constexpr int vectors = BLOCK / LANES;
+    F v[vectors];
+    repeat<vectors>([&](auto i) EXL3_INLINE { v[i] = hadamard_vector(load_float(block + i * LANES)); });
+    const auto stage = [&](auto stride) EXL3_INLINE {
+        repeat<vectors>([&](auto i) EXL3_INLINE {
+            if constexpr ((i & stride) == 0) {
+                const F a = v[i], b = v[i + stride];
+                v[i] = add(a, b);
+                v[i + stride] = subtract(a, b);
+            }
+        });
+    };
+    stage(std::integral_constant<int, 1>{});
+    stage(std::integral_constant<int, 2>{});
+    stage(std::integral_constant<int, 4>{});
+    if constexpr (vectors > 8) stage(std::integral_constant<int, 8>{});
+    repeat<vectors>([&](auto i) EXL3_INLINE { store_float(block + i * LANES, v[i]); });
 }
 
 inline void hadamard(float* values, int64_t blocks) {
@@ -148,8 +155,6 @@ void prepare_row(const PrepareTask& t) {
     exponent = !finite ? 0 : exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
     const F shrink = splat_float(finite ? bits_float(uint32_t(127 - exponent) << 23) : 0.0f);
     double sum = 0;
-    int16_t* values = rows.values + t.row * rows.k;
-    const int64_t first = t.row * rows.blocks;
     constexpr int size = block_tiles(CODEBOOK) * TILE;
     for (int64_t k = 0; k < rows.k; k += BLOCK) {
         for (int i = 0; i < BLOCK; i += LANES) {
@@ -158,8 +163,8 @@ void prepare_row(const PrepareTask& t) {
         }
         rotate(a + k);
         for (int64_t i = k; i < k + BLOCK; i += size) {
-            const int64_t block = first + i / size;
-            sum += quantise<CODEBOOK>(a + i, values + i, rows.scale + block, rows.offset + block);
+            const int64_t at = i / size * rows.count + t.row;
+            sum += quantise<CODEBOOK>(a + i, rows.values + at * size, rows.scale + at, rows.offset + at);
         }
     }
     rows.constant[t.row] = finite ? float(Units<CODEBOOK>::rest * sum) : bits_float(0x7fc00000);
@@ -172,52 +177,48 @@ void prepare(const PrepareTask& t) { t.codebook == MUL1 ? prepare_row<MUL1>(t) :
 // ---- few rows: decode and multiply at once -----------------------------------------------------
 
 inline void add_block(float* sums, I block, float scale, bool first) {
-    const F product = multiply(to_float(block), splat_float(scale));
-    store_float(sums, first ? product : multiply_add(to_float(block), splat_float(scale), load_float(sums)));
+    const F value = to_float(block), by = splat_float(scale);
+    store_float(sums, first ? multiply(value, by) : multiply_add(value, by, load_float(sums)));
 }
 
 template <int CODEBOOK, class Windows, int COUNT>
 void strip_rows(const StripTask& t) {
-    constexpr int depth = block_tiles(CODEBOOK);
+    constexpr int size = block_tiles(CODEBOOK) * TILE;
+    const int depth = opaque(block_tiles(CODEBOOK));
     const Windows windows(t.half_bits);
     const Decoder<CODEBOOK> decoder;
     const int dwords = tile_dwords(t.half_bits);
-    const int16_t* values = t.rows.values + t.row * t.rows.k;
     for (int64_t block = 0; block < t.rows.blocks; block++) {
         for (int column = 0; column < t.column_tiles; column++) {
             const uint32_t* tile = t.tiles + block * depth * t.row_dwords + column * dwords;
+            const int64_t first = block * t.rows.count;
             for (int set = 0; set < SETS; set++) {
                 I sums[COUNT][4];
-                for (auto& row : sums) {
-                    for (I& sum : row) sum = splat(0);
-                }
+                repeat<COUNT * 4>([&](auto i) EXL3_INLINE { sums[i / 4][i % 4] = splat(0); });
                 for (int k = 0; k < depth; k++) {
                     const uint32_t* here = tile + k * t.row_dwords;
-                    if (set == 0) prefetch_tile(here + depth * t.row_dwords, dwords);
-                    const int16_t* a = values + (block * depth + k) * TILE;
+                    const int16_t* a = t.rows.values + (first * depth + k) * TILE;
                     I low[COUNT], high[COUNT];
-#pragma GCC unroll 4
-                    for (int row = 0; row < COUNT; row++) {
-                        low[row] = load_rows(a + row * t.rows.k);
-                        high[row] = load_rows(a + row * t.rows.k + 8);
-                    }
-#pragma GCC unroll 4
-                    for (int group = 0; group < 4; group++) {
-                        const auto bits = windows.load(here, 4 * set + group);
+                    repeat<COUNT>([&](auto row) EXL3_INLINE {
+                        low[row] = load_rows(a + row * size);
+                        high[row] = load_rows(a + row * size + 8);
+                    });
+                    repeat<4>([&](auto group) EXL3_INLINE {
+                        const int index = 4 * set + group;
+                        prefetch(here + depth * t.row_dwords + index * dwords / (4 * SETS));
+                        const auto bits = windows.load(here, index);
                         const I w0 = decoder.pair(windows.template get<0>(bits), windows.template get<1>(bits));
                         const I w1 = decoder.pair(windows.template get<2>(bits), windows.template get<3>(bits));
-#pragma GCC unroll 4
-                        for (int row = 0; row < COUNT; row++) {
+                        repeat<COUNT>([&](auto row) EXL3_INLINE {
                             sums[row][group] = dot(dot(sums[row][group], w0, low[row]), w1, high[row]);
-                        }
-                    }
+                        });
+                    });
                 }
-                for (int row = 0; row < COUNT; row++) {
-                    const int64_t i = (t.row + row) * t.rows.blocks + block;
-                    const I total = add(add_rows(sums[row]), splat(t.rows.offset[i]));
+                repeat<COUNT>([&](auto row) EXL3_INLINE {
+                    const I total = add(add_rows(sums[row]), splat(t.rows.offset[first + row]));
                     float* out = t.sums + row * t.sums_stride + column * TILE + set * LANES;
-                    add_block(out, total, t.rows.scale[i], block == 0);
-                }
+                    add_block(out, total, t.rows.scale[first + row], block == 0);
+                });
             }
         }
     }
@@ -226,16 +227,18 @@ void strip_rows(const StripTask& t) {
 template <int CODEBOOK, class Windows>
 void strip_count(const StripTask& t) {
     if constexpr (STRIP_ROWS > 1) {
-        if (t.count == 2) return strip_rows<CODEBOOK, Windows, 2>(t);
-        if (t.count == 3) return strip_rows<CODEBOOK, Windows, 3>(t);
-        if (t.count == 4) return strip_rows<CODEBOOK, Windows, 4>(t);
+        if (t.rows.count == 2) return strip_rows<CODEBOOK, Windows, 2>(t);
+    }
+    if constexpr (STRIP_ROWS > 2) {
+        if (t.rows.count == 3) return strip_rows<CODEBOOK, Windows, 3>(t);
+        if (t.rows.count == 4) return strip_rows<CODEBOOK, Windows, 4>(t);
     }
     strip_rows<CODEBOOK, Windows, 1>(t);
 }
 
 template <int CODEBOOK>
 void strip_rate(const StripTask& t) {
-    t.half_bits <= 12 ? strip_count<CODEBOOK, NarrowWindows>(t) : strip_count<CODEBOOK, WideWindows>(t);
+    with_windows(t.half_bits, [&](auto kind) { strip_count<CODEBOOK, typename decltype(kind)::Type>(t); });
 }
 
 void strip(const StripTask& t) {
@@ -259,23 +262,23 @@ void panel_rate(const PanelTask& t) {
     for (int k = 0; k < depth; k++) {
         for (int column = 0; column < PANEL_COLUMNS / TILE; column++) {
             const uint32_t* tile = t.tiles + k * t.row_dwords + column * dwords;
-            prefetch_tile(tile + depth * t.row_dwords, dwords);
             for (int set = 0; set < SETS; set++) {
                 I low[4], high[4];
-#pragma GCC unroll 4
-                for (int group = 0; group < 4; group++) {
-                    const auto bits = windows.load(tile, 4 * set + group);
+                repeat<4>([&](auto group) EXL3_INLINE {
+                    const int index = 4 * set + group;
+                    prefetch(tile + depth * t.row_dwords + index * dwords / (4 * SETS));
+                    const auto bits = windows.load(tile, index);
                     low[group] = decoder.pair(windows.template get<0>(bits), windows.template get<1>(bits));
                     high[group] = decoder.pair(windows.template get<2>(bits), windows.template get<3>(bits));
-                }
+                });
                 split_rows(low);
                 split_rows(high);
                 const int first = column * TILE + set * LANES;
                 int16_t* out = t.panel + 2 * (first / PANEL_WIDTH * pairs * PANEL_WIDTH + first % PANEL_WIDTH);
-                for (int row = 0; row < 4; row++) {
+                repeat<4>([&](auto row) EXL3_INLINE {
                     store(out + 2 * (k * 8 + row) * PANEL_WIDTH, low[row]);
                     store(out + 2 * (k * 8 + 4 + row) * PANEL_WIDTH, high[row]);
-                }
+                });
             }
         }
     }
@@ -283,7 +286,7 @@ void panel_rate(const PanelTask& t) {
 
 template <int CODEBOOK>
 void panel_codebook(const PanelTask& t) {
-    t.half_bits <= 12 ? panel_rate<CODEBOOK, NarrowWindows>(t) : panel_rate<CODEBOOK, WideWindows>(t);
+    with_windows(t.half_bits, [&](auto kind) { panel_rate<CODEBOOK, typename decltype(kind)::Type>(t); });
 }
 
 void panel(const PanelTask& t) {
@@ -296,33 +299,29 @@ void panel(const PanelTask& t) {
 
 template <int COUNT>
 void multiply_rows(const MultiplyTask& t, const int16_t* panel, int pairs, int64_t row, float* sums) {
-    const int16_t* values = t.rows.values + row * t.rows.k + t.block * pairs * 2;
-    const int64_t first = row * t.rows.blocks + t.block;
+    const int64_t first = t.block * t.rows.count + row;
+    const int size = 2 * pairs;
+    const int16_t* values = t.rows.values + first * size;
     I acc[COUNT][PANEL_VECTORS];
-#pragma GCC unroll 6
-    for (int r = 0; r < COUNT; r++) {
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = splat(t.rows.offset[first + r * t.rows.blocks]);
-    }
+    repeat<COUNT>([&](auto r) EXL3_INLINE {
+        const I start = splat(t.rows.offset[first + r]);
+        repeat<PANEL_VECTORS>([&](auto v) EXL3_INLINE { acc[r][v] = start; });
+    });
     for (int pair = 0; pair < pairs; pair++) {
         I w[PANEL_VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++) w[v] = load(panel + 2 * (pair * PANEL_WIDTH + v * LANES));
-#pragma GCC unroll 6
-        for (int r = 0; r < COUNT; r++) {
-            const I a = splat_pair(values + r * t.rows.k + 2 * pair);
-#pragma GCC unroll 4
-            for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = dot(acc[r][v], w[v], a);
-        }
+        repeat<PANEL_VECTORS>(
+            [&](auto v) EXL3_INLINE { w[v] = load(panel + 2 * (pair * PANEL_WIDTH + v * LANES)); });
+        repeat<COUNT>([&](auto r) EXL3_INLINE {
+            const I a = splat_pair(values + r * size + 2 * pair);
+            repeat<PANEL_VECTORS>([&](auto v) EXL3_INLINE { acc[r][v] = dot(acc[r][v], w[v], a); });
+        });
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < COUNT; r++) {
-        const float scale = t.rows.scale[first + r * t.rows.blocks];
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; v++) {
+    repeat<COUNT>([&](auto r) EXL3_INLINE {
+        const float scale = t.rows.scale[first + r];
+        repeat<PANEL_VECTORS>([&](auto v) EXL3_INLINE {
             add_block(sums + r * t.sums_stride + v * LANES, acc[r][v], scale, t.block == 0);
-        }
-    }
+        });
+    });
 }
 
 template <int COUNT>
@@ -332,7 +331,7 @@ void multiply_count(const MultiplyTask& t, const int16_t* panel, int pairs, int6
 }
 
 void multiply_panel(const MultiplyTask& t) {
-    const int pairs = block_tiles(t.codebook) * TILE / 2;
+    const int pairs = opaque(block_tiles(t.codebook) * TILE / 2);
     // Rows are dealt evenly, so that no remainder runs at a single row's speed.
     const int64_t passes = (t.count + MULTIPLY_ROWS - 1) / MULTIPLY_ROWS;
     for (int part = 0; part < PANEL_COLUMNS / PANEL_WIDTH; part++) {

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "format.h"
+#include "repeat.h"
 
 namespace {
 
@@ -92,12 +93,10 @@ inline I add_rows(const I (&z)[4]) {
     return add(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-inline void prefetch_tile(const uint32_t* tile, int dwords) {
-    for (int i = 0; i < dwords; i += 16) _mm_prefetch(reinterpret_cast<const char*>(tile + i), _MM_HINT_T0);
-}
+inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
 // Each lane fetches the dword its window ends in and the one before, and shifts the two together.
-struct NarrowWindows {
+struct Windows {
     struct Bits {
         I here, before;
         int odd;
@@ -106,7 +105,7 @@ struct NarrowWindows {
     I kept, kept_before;
     int half_bits;
 
-    explicit NarrowWindows(int half_bits) : half_bits(half_bits) {
+    explicit Windows(int half_bits) : half_bits(half_bits) {
         // Four lanes take 16·half_bits bits, so groups of an odd rate start in mid-dword every other time.
         for (int odd = 0; odd < 2; odd++) {
             for (int j = 0; j < 4; j++) {
@@ -147,7 +146,10 @@ struct NarrowWindows {
         return _mm256_and_si256(_mm256_or_si256(low, high), splat(0xffff));
     }
 };
-using WideWindows = NarrowWindows;
+template <class Function>
+void with_windows(int, Function&& function) {
+    function(Kind<Windows>{});
+}
 
 // Each lane's two int16 halves of a and of b summed: a's sum in the low half, b's in the high.
 inline I add_halves(I a, I b) {

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "format.h"
+#include "repeat.h"
 
 namespace {
 
@@ -101,17 +102,17 @@ inline I add_rows(const I (&z)[4]) {
     return r;
 }
 
-inline void prefetch_tile(const uint32_t*, int) {}
+inline void prefetch(const void*) {}
 
 // Dwords 2i, 2i + 1 of a group are lane i's windows j and j + 4.
-struct NarrowWindows {
+struct Windows {
     struct Bits {
         const uint32_t* tile;
         int first;
     };
     int half_bits;
 
-    explicit NarrowWindows(int half_bits) : half_bits(half_bits) {}
+    explicit Windows(int half_bits) : half_bits(half_bits) {}
     Bits load(const uint32_t* tile, int group) const { return {tile, group * 32}; }
 
     template <int J>
@@ -121,7 +122,10 @@ struct NarrowWindows {
         return r;
     }
 };
-using WideWindows = NarrowWindows;
+template <class Function>
+void with_windows(int, Function&& function) {
+    function(Kind<Windows>{});
+}
 
 // Two vectors of states to vectors of int16 pairs: the first state's weight in the low half.
 template <int CODEBOOK>

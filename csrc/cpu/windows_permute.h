@@ -2,11 +2,12 @@
 // window ends in and the one before, and shifts the two together.
 #pragma once
 
+#include "repeat.h"
 #include "simd_avx512.h"
 
 namespace {
 
-struct NarrowWindows {
+struct Windows {
     struct Bits {
         I here, before;
     };
@@ -14,7 +15,7 @@ struct NarrowWindows {
     int half_bits;
     __mmask16 dwords;
 
-    explicit NarrowWindows(int half_bits) : half_bits(half_bits), dwords(__mmask16((1 << half_bits) - 1)) {
+    explicit Windows(int half_bits) : half_bits(half_bits), dwords(__mmask16((1 << half_bits) - 1)) {
         for (int j = 0; j < 4; j++) {
             int32_t dword[16], shift[16], rest[16];
             for (int i = 0; i < 16; i++) {
@@ -44,6 +45,9 @@ struct NarrowWindows {
         return _mm512_ternarylogic_epi32(low, high, splat(0xffff), 0xa8);  // (low | high) & 0xffff
     }
 };
-using WideWindows = NarrowWindows;
+template <class Function>
+void with_windows(int, Function&& function) {
+    function(Kind<Windows>{});
+}
 
 }  // namespace

@@ -1,7 +1,11 @@
-// Window extraction with AVX-512 VBMI: one byte permute brings the ring bits of a lane into a qword,
-// in order, and `vpmultishiftqb` then cuts two 16-bit windows out of each qword at once.
+// Window extraction with AVX-512 VBMI: byte permutes bring ring bits in order, shifts align them.
+//
+// The multiplications of the codebook and of the sums share two of Zen 4's four vector pipes, so
+// windows are cut with what runs on the others: permutes, shifts and logic. (One `vpmultishiftqb`
+// would cut 16 windows, but on the multipliers' pipes: a third slower in all.)
 #pragma once
 
+#include "repeat.h"
 #include "simd_avx512.h"
 
 namespace {
@@ -9,90 +13,131 @@ namespace {
 // Byte of the ring (big-endian dwords) as a byte of memory relative to the same dword.
 constexpr int memory_byte(int ring_byte) { return ring_byte / 4 * 4 + 3 - ring_byte % 4; }
 
-// Shifts of windows j and j + 4 of the eight lanes, for qwords that end at ring byte `last(lane)`.
-template <class LastByte>
-inline I window_shifts(int half_bits, int j, LastByte last) {
-    alignas(64) uint8_t shift[64];
-    for (int i = 0; i < 16; i++) {
-        const int lane = i / 2, end = window_end(half_bits, 8 * lane + j + 4 * (i % 2));
-        const int low = 8 * last(lane) - end;
-        for (int byte = 0; byte < 4; byte++) shift[4 * i + byte] = uint8_t(low + 8 * byte);
-    }
-    return load(shift);
-}
-
-constexpr __mmask64 WINDOW_BYTES = 0x3333333333333333;
-
-// K up to 6: the eight windows of a lane lie within 64 bits.
-struct NarrowWindows {
-    I order, shifts[4];
+// The ring bytes of a group of eight lanes, preceded by one dword.
+struct GroupBytes {
     int half_bits;
-    __mmask16 dwords;
+    __mmask16 dwords;  // keeps the load inside the tile, which may be the last of its memory
 
-    explicit NarrowWindows(int half_bits) : half_bits(half_bits), dwords(__mmask16((2 << half_bits) - 1)) {
-        const auto last = [half_bits](int lane) { return (4 * half_bits * (lane + 1) + 7) / 8; };
-        alignas(64) uint8_t from[64];
-        for (int i = 0; i < 64; i++) {
-            // The vector starts one dword before the group.
-            const int byte = last(i / 8) - 1 - i % 8 + 4;
-            from[i] = uint8_t(byte < 0 ? 0 : memory_byte(byte));
-        }
-        order = ::load(from);
-        for (int j = 0; j < 4; j++) shifts[j] = window_shifts(half_bits, j, last);
-    }
+    explicit GroupBytes(int half_bits) : half_bits(half_bits), dwords(__mmask16((2 << half_bits) - 1)) {}
 
     I load(const uint32_t* tile, int group) const {
         const uint32_t* before = tile + group * half_bits - 1;
-        I bytes;
-        if (group == 0) {
-            bytes = _mm512_maskz_loadu_epi32(dwords & ~1, before);
-            bytes = _mm512_mask_set1_epi32(bytes, 1, int(tile[tile_dwords(half_bits) - 1]));
-        } else {
-            bytes = _mm512_maskz_loadu_epi32(dwords, before);
+        if (group) return _mm512_maskz_loadu_epi32(dwords, before);
+        const I bytes = _mm512_maskz_loadu_epi32(dwords & ~1, before);
+        return _mm512_mask_set1_epi32(bytes, 1, int(tile[tile_dwords(half_bits) - 1]));
+    }
+
+    // Index of a ring byte, counted from the group's first, in the loaded vector.
+    static uint8_t index(int ring_byte) { return uint8_t(memory_byte(ring_byte + 4)); }
+};
+
+// Any K but 8: the three bytes around each window, then a shift.
+struct AnyWindows : GroupBytes {
+    I order[4], shifts[4];
+
+    explicit AnyWindows(int half_bits) : GroupBytes(half_bits) {
+        for (int j = 0; j < 4; j++) {
+            alignas(64) uint8_t from[64];
+            int32_t shift[16];
+            for (int i = 0; i < 16; i++) {
+                const int end = window_end(half_bits, i / 2 * 8 + j + 4 * (i % 2));
+                const int last = (end + 7) / 8;
+                for (int byte = 0; byte < 4; byte++) from[4 * i + byte] = index(last - 1 - (byte < 3 ? byte : 2));
+                shift[i] = 8 * last - end;
+            }
+            order[j] = ::load(from);
+            shifts[j] = ::load(shift);
         }
-        return _mm512_permutexvar_epi8(order, bytes);
+    }
+
+    template <int J>
+    I get(I bytes) const {
+        const I aligned = _mm512_srlv_epi32(_mm512_permutexvar_epi8(order[J], bytes), shifts[J]);
+        return _mm512_and_si512(aligned, splat(0xffff));
+    }
+};
+
+// K = 2, 4 and 6: the windows of a lane lie in one qword, and j and j + 4 are whole bytes apart.
+template <int HALF_BITS>
+struct EvenWindows : GroupBytes {
+    static_assert(HALF_BITS % 4 == 0 && HALF_BITS <= 12, "needs an even K up to 6");
+
+    I order, places[4];
+
+    explicit EvenWindows(int half_bits) : GroupBytes(half_bits) {
+        alignas(64) uint8_t from[64], place[64];
+        for (int i = 0; i < 64; i++) {
+            const int byte = HALF_BITS / 2 * (i / 8 + 1) - 1 - i % 8;
+            from[i] = index(byte < -4 ? -4 : byte);
+        }
+        order = ::load(from);
+        for (int j = 0; j < 4; j++) {
+            for (int i = 0; i < 16; i++) {
+                const int low = (low_bit(j) + (i % 2 ? 0 : 2 * HALF_BITS)) / 8;
+                const int lane = i / 2 % 2 * 8;  // vpshufb stays within 16 bytes
+                for (int byte = 0; byte < 4; byte++) place[4 * i + byte] = uint8_t(byte < 2 ? lane + low + byte : 0x80);
+            }
+            places[j] = ::load(place);
+        }
+    }
+
+    // Where window j + 4 begins in its lane's qword.
+    static constexpr int low_bit(int j) { return HALF_BITS / 2 * (3 - j); }
+
+    I load(const uint32_t* tile, int group) const {
+        return _mm512_permutexvar_epi8(order, GroupBytes::load(tile, group));
     }
 
     template <int J>
     I get(I bits) const {
-        return _mm512_maskz_multishift_epi64_epi8(WINDOW_BYTES, shifts[J], bits);
+        constexpr int shift = low_bit(J) % 8;
+        return _mm512_shuffle_epi8(shift ? _mm512_srli_epi64(bits, shift) : bits, places[J]);
     }
 };
 
-// K = 7 and 8: windows 0, 1, 4 and 5 of a lane come from one qword, 2, 3, 6 and 7 from another.
-struct WideWindows {
+// K = 8: every window is two whole bytes.
+struct ByteWindows {
     struct Bits {
-        I part[2];
+        I bytes, before;
     };
-    I order[2], shifts[4];
-    int half_bits;
-    __mmask16 dwords;
+    I order[4];
 
-    explicit WideWindows(int half_bits) : half_bits(half_bits), dwords(__mmask16((1 << half_bits) - 1)) {
-        for (int part = 0; part < 2; part++) {
-            const auto last = [=](int lane) { return (window_end(half_bits, 8 * lane + 5 + 2 * part) + 7) / 8; };
+    explicit ByteWindows(int) {
+        for (int j = 0; j < 4; j++) {
             alignas(64) uint8_t from[64];
-            for (int i = 0; i < 64; i++) {
-                const int byte = last(i / 8) - 1 - i % 8;
+            for (int i = 0; i < 16; i++) {
+                const int last = i / 2 * 8 + j + 4 * (i % 2);
+                from[4 * i] = uint8_t(memory_byte(last));
                 // Index 64 and up reads the other operand, which repeats the dword before the group.
-                from[i] = uint8_t(byte < 0 ? 64 + memory_byte(byte + 4) % 4 : memory_byte(byte));
+                from[4 * i + 1] = uint8_t(last ? memory_byte(last - 1) : 64);
+                from[4 * i + 2] = from[4 * i + 3] = 0;
             }
-            order[part] = ::load(from);
-            for (int j = 2 * part; j < 2 * part + 2; j++) shifts[j] = window_shifts(half_bits, j, last);
+            order[j] = ::load(from);
         }
     }
 
     Bits load(const uint32_t* tile, int group) const {
-        const uint32_t* first = tile + group * half_bits;
-        const I bytes = _mm512_maskz_loadu_epi32(dwords, first);
-        const I before = splat(int(group ? first[-1] : tile[tile_dwords(half_bits) - 1]));
-        return {{_mm512_permutex2var_epi8(bytes, order[0], before), _mm512_permutex2var_epi8(bytes, order[1], before)}};
+        const uint32_t* first = tile + group * 16;
+        return {::load(first), splat(int(group ? first[-1] : tile[tile_dwords(16) - 1]))};
     }
 
     template <int J>
     I get(const Bits& bits) const {
-        return _mm512_maskz_multishift_epi64_epi8(WINDOW_BYTES, shifts[J], bits.part[J / 2]);
+        constexpr __mmask64 used = 0x3333333333333333;
+        if constexpr (J) return _mm512_maskz_permutexvar_epi8(used, order[J], bits.bytes);
+        return _mm512_maskz_permutex2var_epi8(used, bits.bytes, order[J], bits.before);
     }
 };
+
+template <class Function>
+void with_windows(int half_bits, Function&& function) {
+    switch (half_bits) {
+        case 4: return function(Kind<EvenWindows<4>>{});
+        case 8: return function(Kind<EvenWindows<8>>{});
+        case 12: return function(Kind<EvenWindows<12>>{});
+        case 16: return function(Kind<ByteWindows>{});
+        default: return function(Kind<AnyWindows>{});
+    }
+}
 
 }  // namespace
