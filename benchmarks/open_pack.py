@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results/cpu/load.json"
+COMMAND = "python benchmarks/open_pack.py --write"
 EXPERTS = 512
 MARKER = struct.pack("<i", -2082680531)
 
@@ -151,6 +152,7 @@ def summarise(runs: list[dict], files: int, header_bytes: int) -> list[dict]:
             "header_bytes": header_bytes,
             "us": round(statistics.median(run[step] for run in runs) * 1e6, 1),
             "us_min": round(min(run[step] for run in runs) * 1e6, 1),
+            "command": COMMAND,
         }
         if f"{step}_rss" in runs[0]:
             row["rss_bytes"] = max(run[f"{step}_rss"] for run in runs)
@@ -193,7 +195,7 @@ def write_results(rows: list[dict]) -> None:
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "python benchmarks/open_pack.py --write",
+        "command": COMMAND,
     }
     rows = [row for row in kept if row["kernel"] not in steps] + rows
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
