@@ -35,12 +35,11 @@ struct Rows {
 struct PrepareTask {
     const void* x;  // [in]
     int dtype;
-    int64_t in;            // columns of x; k beyond them is zero
-    const uint16_t* suh;   // fp16 [k]
+    int64_t in;           // columns of x; k beyond them is zero
+    const uint16_t* suh;  // fp16 [k]
     int codebook;
     Rows rows;
-    int64_t row;     // row of `rows` to fill
-    float* scratch;  // [k]
+    int64_t row;  // row of `rows` to fill
 };
 
 // Sums over all k for a strip of columns and a few rows, decoding on the way.

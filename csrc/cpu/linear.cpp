@@ -123,20 +123,18 @@ class Linear {
         unit_columns_ = fused_ ? STRIP_BLOCKS * BLOCK : BLOCK;
         sums_ = layout.take<float>(members * rows * unit_columns_);
         panels_ = layout.take<int16_t>(members * PANEL_COLUMNS * BLOCK);
-        rotated_ = layout.take<float>(members * widest_);
         rows_capacity_ = rows;
     }
 
     void prepare() {
         const int64_t shards = int64_t(views_.size());
         const int64_t element = call_.dtype == FLOAT32 ? 4 : 2;
-        parallel_for(rows_ * shards, threads(rows_ * shards * widest_), [&](int64_t unit, int thread) {
+        parallel_for(rows_ * shards, threads(rows_ * shards * widest_), [&](int64_t unit, int) {
             const ShardView& view = views_[size_t(unit % shards)];
             const int64_t row = unit / shards;
             const char* x = static_cast<const char*>(call_.x) + (first_row_ + row) * call_.x_stride * element;
             const int64_t in = std::min(call_.columns, view.shard->in_features);
-            kernels_.prepare({x, call_.dtype, in, view.suh, int(view.shard->codebook), view.rows, row,
-                              rotated_ + thread * widest_});
+            kernels_.prepare({x, call_.dtype, in, view.suh, int(view.shard->codebook), view.rows, row});
         });
     }
 
@@ -213,7 +211,6 @@ class Linear {
     int64_t widest_ = 0, weights_ = 0, first_row_ = 0, rows_ = 0, rows_capacity_ = 0, unit_columns_ = 0;
     bool fused_ = false;
     float* sums_ = nullptr;
-    float* rotated_ = nullptr;
     int16_t* panels_ = nullptr;
 };
 

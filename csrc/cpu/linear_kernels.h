@@ -39,12 +39,14 @@ struct Units<MUL1> {
     static constexpr float sum_limit = 0x1p30f;  // 510 · 32767 · 128 < 2^31: never reached
 };
 
-inline void rotate(float* block) {
-    constexpr int vectors = BLOCK / LANES;
-    F v[vectors];
-    repeat<vectors>([&](auto i) EXL3_INLINE { v[i] = hadamard_vector(load_float(block + i * LANES)); });
+constexpr int BLOCK_VECTORS = BLOCK / LANES;
+using BlockVectors = F[BLOCK_VECTORS];
+
+// The unscaled Hadamard transform of 128 values.
+EXL3_INLINE inline void rotate(BlockVectors& v) {
+    repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE { v[i] = hadamard_vector(v[i]); });
     const auto stage = [&](auto stride) EXL3_INLINE {
-        repeat<vectors>([&](auto i) EXL3_INLINE {
+        repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE {
             if constexpr ((i & stride) == 0) {
                 const F a = v[i], b = v[i + stride];
                 v[i] = add(a, b);
@@ -55,22 +57,22 @@ inline void rotate(float* block) {
     stage(std::integral_constant<int, 1>{});
     stage(std::integral_constant<int, 2>{});
     stage(std::integral_constant<int, 4>{});
-    if constexpr (vectors > 8) stage(std::integral_constant<int, 8>{});
-    repeat<vectors>([&](auto i) EXL3_INLINE { store_float(block + i * LANES, v[i]); });
+    if constexpr (BLOCK_VECTORS > 8) stage(std::integral_constant<int, 8>{});
 }
 
-inline void hadamard(float* values, int64_t blocks) {
+void hadamard(float* values, int64_t blocks) {
     for (int64_t block = 0; block < blocks; block++) {
-        float* v = values + block * BLOCK;
+        float* at = values + block * BLOCK;
+        BlockVectors v;
+        repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE { v[i] = load_float(at + i * LANES); });
         rotate(v);
-        for (int i = 0; i < BLOCK; i += LANES) {
-            store_float(v + i, multiply(load_float(v + i), splat_float(0.08838834764831845f)));
-        }
+        const F scale = splat_float(0.08838834764831845f);
+        repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE { store_float(at + i * LANES, multiply(v[i], scale)); });
     }
 }
 
 template <int DTYPE>
-F load_as(const void* values, int64_t i) {
+EXL3_INLINE inline F load_as(const void* values, int64_t i) {
     if (DTYPE == FLOAT32) return load_float(static_cast<const float*>(values) + i);
     if (DTYPE == FLOAT16) return load_half(static_cast<const uint16_t*>(values) + i);
     return load_bfloat(static_cast<const uint16_t*>(values) + i);
@@ -83,96 +85,99 @@ float load_one(const void* values, int64_t i) {
     return DTYPE == FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
 }
 
-// Copies x to float, zero-extended to k; returns the largest magnitude's bits (NaN above infinity).
+// The bits of the largest magnitude, which order like the magnitudes, with NaN above infinity.
 template <int DTYPE>
-uint32_t widen(const void* x, int64_t in, int64_t k, float* out) {
+uint32_t largest_magnitude(const void* x, int64_t in) {
     I largest = splat(0);
     int64_t i = 0;
-    for (; i + LANES <= in; i += LANES) {
-        const F v = load_as<DTYPE>(x, i);
-        store_float(out + i, v);
-        largest = maximum(largest, magnitude_bits(v));
-    }
-    uint32_t bits[LANES];
-    store(bits, largest);
-    uint32_t result = 0;
-    for (int lane = 0; lane < LANES; lane++) result = bits[lane] > result ? bits[lane] : result;
+    for (; i + LANES <= in; i += LANES) largest = maximum(largest, magnitude_bits(load_as<DTYPE>(x, i)));
+    uint32_t result = uint32_t(largest_lane(largest));
     for (; i < in; i++) {
-        out[i] = load_one<DTYPE>(x, i);
-        const uint32_t magnitude = float_bits(out[i]) & 0x7fffffff;
+        const uint32_t magnitude = float_bits(load_one<DTYPE>(x, i)) & 0x7fffffff;
         result = magnitude > result ? magnitude : result;
     }
-    for (; i < k; i++) out[i] = 0;
     return result;
 }
 
-// Quantises one block and returns scale · Σ values.
-template <int CODEBOOK>
-double quantise(const float* block, int16_t* values, float* scale, int32_t* offset) {
+// Columns [k, k + 128) of x, zero from `in` on.
+template <int DTYPE>
+EXL3_INLINE inline void load_block(const void* x, int64_t in, int64_t k, BlockVectors& v) {
+    if (k + BLOCK <= in) {
+        repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE { v[i] = load_as<DTYPE>(x, k + i * LANES); });
+        return;
+    }
+    float values[BLOCK] = {};
+    for (int64_t i = k; i < in; i++) values[i - k] = load_one<DTYPE>(x, i);
+    repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE { v[i] = load_float(values + i * LANES); });
+}
+
+// Quantises the vectors [first, first + those of one quantisation block) of v as block `at` of rows;
+// returns scale · Σ values.
+template <int CODEBOOK, int FIRST>
+EXL3_INLINE inline double quantise(const BlockVectors& v, const Rows& rows, int64_t at) {
     constexpr int size = block_tiles(CODEBOOK) * TILE;
     F largest = splat_float(0), total = splat_float(0);
-    for (int i = 0; i < size; i += LANES) {
-        const F v = absolute(load_float(block + i));
-        largest = maximum(largest, v);
-        total = add(total, v);
-    }
-    float lanes[2][LANES];
-    store_float(lanes[0], largest);
-    store_float(lanes[1], total);
-    float peak = 0, norm = 0;
-    for (int lane = 0; lane < LANES; lane++) {
-        peak = lanes[0][lane] > peak ? lanes[0][lane] : peak;
-        norm += lanes[1][lane];
-    }
+    repeat<size / LANES>([&](auto i) EXL3_INLINE {
+        const F magnitude = absolute(v[FIRST + i]);
+        largest = maximum(largest, magnitude);
+        total = add(total, magnitude);
+    });
+    float peak = largest_lane(largest), norm = sum_lanes(total);
     // Below this the block is lost against its row, whose largest input was scaled to [1, 2).
     if (peak < 1e-30f) peak = norm = 1e-30f;
     const float by_peak = 32767.0f / peak, by_norm = Units<CODEBOOK>::sum_limit / norm;
     const float inverse = by_peak < by_norm ? by_peak : by_norm;
     I sum = splat(0);
-    for (int i = 0; i < size; i += LANES) {
-        const I v = round_to_int(multiply(load_float(block + i), splat_float(inverse)));
-        store_int16(values + i, v);
-        sum = add(sum, v);
-    }
-    int32_t sums[LANES], all = 0;
-    store(sums, sum);
-    for (int lane = 0; lane < LANES; lane++) all += sums[lane];
-    *scale = 1.0f / inverse;
-    *offset = Units<CODEBOOK>::offset * all;
-    return double(*scale) * all;
+    repeat<size / LANES>([&](auto i) EXL3_INLINE {
+        const I value = round_to_int(multiply(v[FIRST + i], splat_float(inverse)));
+        store_int16(rows.values + at * size + i * LANES, value);
+        sum = add(sum, value);
+    });
+    const int32_t all = sum_lanes(sum);
+    rows.scale[at] = 1.0f / inverse;
+    rows.offset[at] = Units<CODEBOOK>::offset * all;
+    return double(rows.scale[at]) * all;
 }
 
-template <int CODEBOOK>
+template <int CODEBOOK, int DTYPE>
 void prepare_row(const PrepareTask& t) {
     const Rows& rows = t.rows;
-    float* a = t.scratch;
-    const uint32_t peak = t.dtype == FLOAT32   ? widen<FLOAT32>(t.x, t.in, rows.k, a)
-                          : t.dtype == FLOAT16 ? widen<FLOAT16>(t.x, t.in, rows.k, a)
-                                               : widen<BFLOAT16>(t.x, t.in, rows.k, a);
+    const uint32_t peak = largest_magnitude<DTYPE>(t.x, t.in);
     const bool finite = peak < 0x7f800000;
     // Scaling by a power of two keeps every later product away from overflow and underflow.
     int exponent = int(peak >> 23) - 127;
     exponent = !finite ? 0 : exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
-    const F shrink = splat_float(finite ? bits_float(uint32_t(127 - exponent) << 23) : 0.0f);
+    const F shrink = splat_float(bits_float(uint32_t(127 - exponent) << 23));
     double sum = 0;
-    constexpr int size = block_tiles(CODEBOOK) * TILE;
+    constexpr int blocks = BLOCK / (block_tiles(CODEBOOK) * TILE);
     for (int64_t k = 0; k < rows.k; k += BLOCK) {
-        for (int i = 0; i < BLOCK; i += LANES) {
-            const F v = multiply(load_float(a + k + i), shrink);
-            store_float(a + k + i, finite ? multiply(v, load_half(t.suh + k + i)) : splat_float(0));
-        }
-        rotate(a + k);
-        for (int64_t i = k; i < k + BLOCK; i += size) {
-            const int64_t at = i / size * rows.count + t.row;
-            sum += quantise<CODEBOOK>(a + i, rows.values + at * size, rows.scale + at, rows.offset + at);
-        }
+        BlockVectors v;
+        // A row with a NaN or an infinity is read as zeros and poisoned below.
+        load_block<DTYPE>(t.x, finite ? t.in : 0, k, v);
+        repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE {
+            v[i] = multiply(multiply(v[i], shrink), load_half(t.suh + k + i * LANES));
+        });
+        rotate(v);
+        repeat<blocks>([&](auto i) EXL3_INLINE {
+            const int64_t at = (k / BLOCK * blocks + i) * rows.count + t.row;
+            sum += quantise<CODEBOOK, i * BLOCK_VECTORS / blocks>(v, rows, at);
+        });
     }
     rows.constant[t.row] = finite ? float(Units<CODEBOOK>::rest * sum) : bits_float(0x7fc00000);
     // 1/128 is the scale of the two rotations together.
     rows.gain[t.row] = Units<CODEBOOK>::unit / BLOCK * bits_float(uint32_t(127 + exponent) << 23);
 }
 
-void prepare(const PrepareTask& t) { t.codebook == MUL1 ? prepare_row<MUL1>(t) : prepare_row<MCG>(t); }
+template <int CODEBOOK>
+void prepare_dtype(const PrepareTask& t) {
+    switch (t.dtype) {
+        case FLOAT32: return prepare_row<CODEBOOK, FLOAT32>(t);
+        case FLOAT16: return prepare_row<CODEBOOK, FLOAT16>(t);
+        default: return prepare_row<CODEBOOK, BFLOAT16>(t);
+    }
+}
+
+void prepare(const PrepareTask& t) { t.codebook == MUL1 ? prepare_dtype<MUL1>(t) : prepare_dtype<MCG>(t); }
 
 // ---- few rows: decode and multiply at once -----------------------------------------------------
 
@@ -361,19 +366,22 @@ void store_block(const float* values, int size, void* y) {
 }
 
 void finish(const FinishTask& t) {
-    float v[BLOCK], out[BLOCK] = {};
-    for (int i = 0; i < BLOCK; i += LANES) store_float(v + i, add(load_float(t.sums + i), splat_float(t.constant)));
+    float values[BLOCK], out[BLOCK] = {};
+    BlockVectors v;
+    repeat<BLOCK_VECTORS>(
+        [&](auto i) EXL3_INLINE { v[i] = add(load_float(t.sums + i * LANES), splat_float(t.constant)); });
     // The transform commutes with the tile order, which only permutes the bits of the index.
     rotate(v);
+    repeat<BLOCK_VECTORS>(
+        [&](auto i) EXL3_INLINE { store_float(values + i * LANES, multiply(v[i], splat_float(t.gain))); });
     for (int tile = 0; tile < BLOCK; tile += TILE) {
-        for (int i = 0; i < TILE; i++) out[tile + column_of_sum(i)] = v[tile + i];
+        for (int i = 0; i < TILE; i++) out[tile + column_of_sum(i)] = values[tile + i];
     }
-    for (int i = 0; i < BLOCK; i += LANES) {
-        const F scaled = multiply(load_float(out + i), splat_float(t.gain));
-        store_float(v + i, multiply(scaled, load_half(t.svh + i)));
-    }
+    repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE {
+        store_float(values + i * LANES, multiply(load_float(out + i * LANES), load_half(t.svh + i * LANES)));
+    });
     // Whole vectors are stored below, so the returned columns move to the front of a full block.
-    std::memcpy(out, v + t.first, size_t(t.size) * sizeof(float));
+    std::memcpy(out, values + t.first, size_t(t.size) * sizeof(float));
     for (int i = 0; t.bias && i < t.size; i++) {
         out[i] += t.bias_dtype == FLOAT32   ? load_one<FLOAT32>(t.bias, i)
                   : t.bias_dtype == FLOAT16 ? load_one<FLOAT16>(t.bias, i)

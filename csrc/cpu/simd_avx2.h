@@ -53,6 +53,35 @@ inline F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 inline I round_to_int(F a) { return _mm256_cvtps_epi32(a); }
 inline I magnitude_bits(F a) { return _mm256_and_si256(_mm256_castps_si256(a), splat(0x7fffffff)); }
 
+// Of all lanes; what it costs does not matter beside a block's other work.
+inline int32_t largest_lane(I a) {
+    int32_t lanes[LANES];
+    store(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+    return lanes[0];
+}
+
+inline float largest_lane(F a) {
+    float lanes[LANES];
+    store_float(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+    return lanes[0];
+}
+
+inline int32_t sum_lanes(I a) {
+    int32_t lanes[LANES];
+    store(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] += lanes[i];
+    return lanes[0];
+}
+
+inline float sum_lanes(F a) {
+    float lanes[LANES];
+    store_float(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] += lanes[i];
+    return lanes[0];
+}
+
 // Stages 1, 2 and 4 of the Hadamard transform: each lane's partner plus or minus itself.
 inline F hadamard_vector(F a) {
     const F odd = _mm256_setr_ps(0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f);

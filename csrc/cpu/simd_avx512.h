@@ -49,6 +49,11 @@ inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
 inline I magnitude_bits(F a) { return _mm512_and_si512(_mm512_castps_si512(a), splat(0x7fffffff)); }
 
+inline int32_t largest_lane(I a) { return _mm512_reduce_max_epi32(a); }
+inline float largest_lane(F a) { return _mm512_reduce_max_ps(a); }
+inline int32_t sum_lanes(I a) { return _mm512_reduce_add_epi32(a); }
+inline float sum_lanes(F a) { return _mm512_reduce_add_ps(a); }
+
 // a with the sign of the lanes in `mask` flipped.
 inline F negate(F a, __mmask16 mask) { return _mm512_mask_sub_ps(a, mask, _mm512_setzero_ps(), a); }
 

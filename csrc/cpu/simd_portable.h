@@ -51,6 +51,35 @@ inline F to_float(I a) { F r; EACH_LANE r.v[i] = float(a.v[i]); return r; }
 inline I round_to_int(F a) { I r; EACH_LANE r.v[i] = int32_t((a.v[i] + 0x1.8p23f) - 0x1.8p23f); return r; }
 inline I magnitude_bits(F a) { I r; EACH_LANE r.v[i] = int32_t(float_bits(a.v[i]) & 0x7fffffff); return r; }
 
+// Of all lanes; what it costs does not matter beside a block's other work.
+inline int32_t largest_lane(I a) {
+    int32_t lanes[LANES];
+    store(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+    return lanes[0];
+}
+
+inline float largest_lane(F a) {
+    float lanes[LANES];
+    store_float(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+    return lanes[0];
+}
+
+inline int32_t sum_lanes(I a) {
+    int32_t lanes[LANES];
+    store(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] += lanes[i];
+    return lanes[0];
+}
+
+inline float sum_lanes(F a) {
+    float lanes[LANES];
+    store_float(lanes, a);
+    for (int i = 1; i < LANES; i++) lanes[0] += lanes[i];
+    return lanes[0];
+}
+
 // Stages 1, 2 and 4 of the Hadamard transform.
 inline F hadamard_vector(F a) {
     for (int stride = 1; stride < LANES; stride *= 2) {
