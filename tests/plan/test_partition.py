@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from vllm_exl3.pack.codec import hadamard
 from vllm_exl3.pack.stored import BLOCK
-from vllm_exl3.plan.partition import covering_blocks, piece
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.plan.partition import block_split, covering_blocks, piece
 
 
 @given(start=st.integers(0, 10_000), size=st.integers(1, 10_000))
@@ -48,3 +49,25 @@ def test_piece_places_inputs_and_crops_outputs_in_their_blocks() -> None:
     held = piece((192, 192), (64, 192))
     assert (held.row_start, held.row_size, held.row_offset) == (128, 256, 64)
     assert (held.column_start, held.column_size, held.crop_start, held.crop_size) == (0, 256, 64, 192)
+
+
+@given(blocks=st.integers(1, 200), ranks=st.integers(1, 32))
+def test_whole_blocks_are_shared_without_gap_as_evenly_as_can_be(blocks: int, ranks: int) -> None:
+    if blocks < ranks:
+        with pytest.raises(Exl3PackError, match="--enable-expert-parallel"):
+            block_split(blocks * BLOCK, 0, ranks, where="layer")
+        return
+    shares = [block_split(blocks * BLOCK, rank, ranks, where="layer") for rank in range(ranks)]
+    assert [start for start, _ in shares] == [sum(size for _, size in shares[:rank]) for rank in range(ranks)]
+    assert sum(size for _, size in shares) == blocks * BLOCK
+    assert all(size % BLOCK == 0 for _, size in shares)
+    assert max(size for _, size in shares) - min(size for _, size in shares) <= BLOCK
+
+
+def test_a_published_split() -> None:
+    assert [block_split(2304, rank, 4, where="") for rank in range(4)] == [
+        (0, 640),
+        (640, 640),
+        (1280, 512),
+        (1792, 512),
+    ]
