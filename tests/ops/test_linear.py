@@ -40,7 +40,9 @@ def random_layer(shards: list[Shard], seed: int) -> tuple[torch.Tensor, torch.Te
     return trellis, suh, svh
 
 
-def expected(x: torch.Tensor, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, shards: list[Shard]) -> np.ndarray:
+def expected(
+    x: torch.Tensor, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, shards: list[Shard]
+) -> np.ndarray:
     """float64 mathematics of the decoded weights, from the numpy codec."""
     outputs = []
     words = rows = columns = 0
@@ -149,7 +151,11 @@ def _backend(name: str, reason: str | None) -> backends.Backend:
     ("wanted", "chosen", "declined"),
     [
         ("auto", "second", {"first": "no compiler"}),
-        ("reference", "reference", {"first": "VLLM_EXL3_LINEAR_KERNEL=reference", "second": "VLLM_EXL3_LINEAR_KERNEL=reference"}),
+        (
+            "reference",
+            "reference",
+            {"first": "VLLM_EXL3_LINEAR_KERNEL=reference", "second": "VLLM_EXL3_LINEAR_KERNEL=reference"},
+        ),
     ],
 )
 def test_choice_is_the_first_that_can_run_and_says_why_others_cannot(
@@ -169,7 +175,9 @@ def test_a_wanted_backend_that_cannot_run_is_an_error(fresh_backends: None, monk
         backends.select("linear", "cpu", linear_module.linear_reference)
 
 
-def test_an_unknown_value_is_an_error_naming_the_variable(fresh_backends: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_is_an_error_naming_the_variable(
+    fresh_backends: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_EXL3_LINEAR_KERNEL", "fastest")
     with pytest.raises(ValueError, match="VLLM_EXL3_LINEAR_KERNEL='fastest': expected one of auto, native"):
         backends.select("linear", "cpu", linear_module.linear_reference)

@@ -18,8 +18,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
-from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import NameResolver, Resolution
+from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
@@ -141,7 +141,8 @@ class Exl3Config(QuantizationConfig):
         self.revision = getattr(hf_config, "_commit_hash", None) or revision
         for warning in check(self.pack):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
-        _refuse_unserved(self.pack)
+        for refusal in unserved(self.pack):
+            raise refusal
         SourceFormat(self.raw, self.source)  # refuses what it cannot read, before any weight is read
 
     @property
@@ -217,8 +218,6 @@ class Exl3Config(QuantizationConfig):
     def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
         resolution = self.resolve(prefix)
         parts = resolution.parts if resolution is not None else ()
-        if sliced := next((part for part in parts if part.slices), None):
-            raise _not_served(self.pack, f"{len(sliced.slices)} slices at {sliced.key}", "sliced MLPs")
         if all(part.linear is None for part in parts):
             self.report.add_dense(prefix)
             keys = [part.key for part in parts]
@@ -265,20 +264,3 @@ class Exl3Config(QuantizationConfig):
             rename: Callable[[str], str | None] = getattr(mapper, "map_name", None) or mapper._map_name
             name = rename(name) or name
         return name
-
-
-def _refuse_unserved(pack: Pack) -> None:
-    """Name what this version does not serve, before the model is built."""
-    if pack.embeddings:
-        raise _not_served(pack, f"a row-coded embedding at {next(iter(pack.embeddings))}", "quantized embeddings")
-    if pack.ngram_tables:
-        raise _not_served(pack, f"an n-gram table at {next(iter(pack.ngram_tables))}", "n-gram tables")
-
-
-def _not_served(pack: Pack, found: str, what: str) -> Exl3PackError:
-    return Exl3PackError(
-        found=found,
-        expected=f"a pack without {what}",
-        where=pack.source,
-        remedy=f"This version of vllm-exl3 does not serve {what} yet.",
-    )

@@ -21,6 +21,7 @@ from vllm_exl3.pack.stored import TILE, Codebook
 from vllm_exl3.serving.layout import Layout, Output, Slot, layer_outputs
 from vllm_exl3.serving.loading import (
     LoadedParts,
+    check_loaded_marker,
     check_loaded_scales,
     check_overwritten,
     check_shape,
@@ -117,10 +118,11 @@ class Exl3LinearMethod(LinearMethodBase):
             param.data[slot.svh : slot.svh + size].copy_(values)
 
     def load_marker(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
-        """Keep a codebook's marker, whose value `vllm_exl3.pack.check` has verified."""
+        """Keep a codebook's marker and check its value."""
         index = self.layout.part_for(shard_id)
         linear = self.parts[index].linear
-        assert linear is not None
+        assert linear is not None and linear.marker is not None
+        check_loaded_marker(linear.marker, loaded_weight)
         position = self.layout.markers(linear.codebook).index(index)
         param.data[position : position + 1].copy_(loaded_weight.reshape(1))
 

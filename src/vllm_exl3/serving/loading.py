@@ -5,9 +5,16 @@ import torch
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.stored import StoredTensor
-from vllm_exl3.pack.values import check_scales
+from vllm_exl3.pack.values import check_marker, check_scales
 
-__all__ = ["LoadedParts", "check_loaded_scales", "check_overwritten", "check_shape", "unpack_signs_like"]
+__all__ = [
+    "LoadedParts",
+    "check_loaded_marker",
+    "check_loaded_scales",
+    "check_overwritten",
+    "check_shape",
+    "unpack_signs_like",
+]
 
 
 class LoadedParts:
@@ -73,6 +80,19 @@ def check_loaded_scales(stored: StoredTensor, values: torch.Tensor) -> None:
     """
     if not values.is_meta:  # vLLM's layerwise reload calls loaders on shapes first
         check_scales(stored.name, values.cpu().numpy(), file=stored.file)
+
+
+def check_loaded_marker(stored: StoredTensor, value: torch.Tensor) -> None:
+    """Refuse a marker of another value than its codebook's.
+
+    Headers cannot show values, and from the Hub `vllm_exl3.pack.check` reads only some. A marker that a loader
+    delivers on a device is not waited for.
+
+    Raises:
+        Exl3PackError: the value is wrong.
+    """
+    if value.device.type == "cpu":
+        check_marker(stored.name, int(value), file=stored.file)
 
 
 def check_overwritten(where: str, **scales: torch.Tensor) -> None:

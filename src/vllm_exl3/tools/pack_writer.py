@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3 import __version__
+from vllm_exl3.pack.assemble import MARKERS
 from vllm_exl3.pack.stored import TILE, Codebook
 
 __all__ = ["WRITER", "PackTensor", "linear_tensors", "pad_to_block", "to_bfloat16", "write_pack", "write_safetensors"]
@@ -27,9 +28,6 @@ Array = npt.NDArray[Any]
 
 WRITER = f"vllm-exl3 {__version__}"
 """What ``version`` of a quantization config says of packs written here."""
-
-MARKERS = {Codebook.MCG: ("mcg", 0xCBAC1FED), Codebook.MUL1: ("mul1", 0x83DCD12D)}
-"""Leaf name and value of the scalar that marks a linear's codebook; 3INST has none."""
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I16": 2, "I32": 4, "I64": 8}
 _TORCH_NAMES = {
@@ -99,9 +97,9 @@ def linear_tensors(
         PackTensor(f"{key}.suh", "F16", (in_features,), lambda: make("suh")),
         PackTensor(f"{key}.svh", "F16", (out_features,), lambda: make("svh")),
     ]
-    if codebook in MARKERS:
-        leaf, value = MARKERS[codebook]
-        tensors.append(PackTensor(f"{key}.{leaf}", "I32", (), lambda: np.array(value, np.uint32)))
+    if codebook.label in MARKERS:
+        value = MARKERS[codebook.label][1]
+        tensors.append(PackTensor(f"{key}.{codebook.label}", "I32", (), lambda: np.array(value, np.uint32)))
     tensors.append(PackTensor(f"{key}.trellis", "I16", tiles, lambda: make("trellis")))
     return tensors
 
@@ -213,7 +211,6 @@ def _write_shards(
 def tensor_storage(tensors: Iterable[PackTensor]) -> dict[str, dict[str, Any]]:
     """The ``tensor_storage`` of ``quantization_config.json``: module → its stored tensors and EXL3 facts."""
     modules: dict[str, dict[str, Any]] = {}
-    markers = dict(MARKERS.values())
     for tensor in tensors:
         key, _, leaf = tensor.name.rpartition(".")
         module = modules.setdefault(key, {"stored_tensors": {}})
@@ -225,8 +222,8 @@ def tensor_storage(tensors: Iterable[PackTensor]) -> dict[str, dict[str, Any]]:
         if leaf == "trellis":
             bits = tensor.shape[-1] / TILE
             module |= {"quant_format": "exl3", "bits_per_weight": int(bits) if bits.is_integer() else bits}
-        if leaf in markers:
-            module[f"{leaf}_multiplier"] = markers[leaf]
+        if leaf in MARKERS:
+            module[f"{leaf}_multiplier"] = MARKERS[leaf][1]
     return modules
 
 
