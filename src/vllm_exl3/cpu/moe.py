@@ -6,12 +6,15 @@ does not depend on the other tokens of its batch.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.activation import activate
-from vllm_exl3.ops.experts import Projection, unpack_expert
+from vllm_exl3.ops.experts import TABLE_COLUMNS, Projection, unpack_expert
 from vllm_exl3.ops.moe import local_ids
 from vllm_exl3.ops.shards import pack_shards
 
@@ -58,34 +61,63 @@ def grouped_experts(
     rows, weights = x.float(), topk_weights.float().reshape(-1, 1)
     output = torch.zeros_like(rows)
 
-    def run(parts: list[Projection], tensors: _Flat, outputs: int, values: torch.Tensor) -> torch.Tensor:
-        first = parts[0]
-        return linear(
-            values,
-            tensors[0].narrow(0, first.trellis, sum(part.trellis_words for part in parts)),
-            tensors[1].narrow(0, first.suh, sum(part.in_features for part in parts)),
-            tensors[2].narrow(0, first.svh, sum(part.out_features for part in parts)),
-            tensors[3].narrow(0, first.bias, len(parts) * outputs) if tensors[3] is not None else None,
-            tuple(pack_shards(part.shard(outputs) for part in parts)),
-        )
-
     w13 = (w13_trellis, w13_suh, w13_svh, w13_bias)
     w2 = (w2_trellis, w2_suh, w2_svh, w2_bias)
     for expert, slots in _groups(local_ids(topk_ids, expert_map), table.shape[0]):
-        *first, down = unpack_expert(table[expert].tolist())
+        first, down = _views(table[expert].numpy().tobytes(), intermediate_size, hidden_size)
         for part in slots.split(_ROWS_AT_ONCE):
             token = part.div(top_k, rounding_mode="floor")
             weight = weights[part]
             values = rows[token]
             if apply_router_weight_on_input:
                 values *= weight
-            values = activate(activation, run(first, w13, intermediate_size, values), alpha, beta, limit)
-            values = run([down], w2, hidden_size, values)
-            output.index_add_(0, token, values if apply_router_weight_on_input else values * weight)
+            values = activate(activation, _project(linear, values, w13, first), alpha, beta, limit)
+            values = _project(linear, values, w2, down)
+            output.index_add_(0, token, values if apply_router_weight_on_input else values.mul_(weight))
     return output.to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What one call of the linear reads: ranges (start, size) of the four flat tensors, and its shards."""
+
+    ranges: tuple[tuple[int, int], ...]
+    shards: tuple[int, ...]
+
+
 _Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _project(linear: Linear, values: torch.Tensor, tensors: _Flat, view: _View) -> torch.Tensor:
+    trellis, suh, svh, bias = tensors
+    at = view.ranges
+    return linear(
+        values,
+        trellis.narrow(0, *at[0]),
+        suh.narrow(0, *at[1]),
+        svh.narrow(0, *at[2]),
+        bias.narrow(0, *at[3]) if bias is not None else None,
+        view.shards,
+    )
+
+
+@lru_cache(maxsize=1 << 15)
+def _views(row: bytes, intermediate: int, hidden: int) -> tuple[_View, _View]:
+    """The two calls of an expert, from its part of the table; kept, for they cost more than a small linear."""
+    values = np.frombuffer(row, np.int64).reshape(-1, TABLE_COLUMNS).tolist()
+    *first, down = unpack_expert(values)
+    return _view(first, intermediate), _view([down], hidden)
+
+
+def _view(parts: list[Projection], outputs: int) -> _View:
+    start = parts[0]
+    ranges = (
+        (start.trellis, sum(part.trellis_words for part in parts)),
+        (start.suh, sum(part.in_features for part in parts)),
+        (start.svh, sum(part.out_features for part in parts)),
+        (start.bias, len(parts) * outputs),
+    )
+    return _View(ranges, tuple(pack_shards(part.shard(outputs) for part in parts)))
 
 
 def _groups(ids: torch.Tensor, experts: int) -> list[tuple[int, torch.Tensor]]:

@@ -4,6 +4,7 @@ Names are this package's own; the serving side maps vLLM's to them. The three nu
 `ACTIVATIONS` says of each name, and are passed to kernels as they are.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +30,10 @@ class Activation:
 
 
 def _swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if limit != math.inf:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if alpha == 1 and beta == 0:
+        return functional.silu(gate) * up
     return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 

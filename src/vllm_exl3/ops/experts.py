@@ -13,7 +13,7 @@ import torch
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import TILE
 
-__all__ = ["Projection", "pack_table", "projection_kinds", "unpack_expert"]
+__all__ = ["TABLE_COLUMNS", "Projection", "pack_table", "projection_kinds", "unpack_expert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Projection:
         return Shard(self.half_bits, self.codebook, self.in_features, self.out_features, 0, outputs)
 
 
-COLUMNS = len(fields(Projection))
+TABLE_COLUMNS = len(fields(Projection))
 """Integers of a row of the table."""
 
 
 def pack_table(experts: Sequence[Sequence[Projection]]) -> torch.Tensor:
     """The table: int64 ``[experts, projections, 8]`` on the CPU, a row's columns as in `Projection`."""
     rows = [[astuple(projection) for projection in expert] for expert in experts]
-    return torch.tensor(rows, dtype=torch.int64).view(len(rows), -1, COLUMNS)
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), -1, TABLE_COLUMNS)
 
 
 def projection_kinds(experts: Sequence[Sequence[Projection]]) -> list[int]:
