@@ -116,7 +116,7 @@ class Report:
             f"  quantizer  exllamav3 {facts['quantizer'] or 'unknown'}, codebook {codebooks}",
             f"  weights    by bits {bits}; average {facts['average_bits']:.2f}"
             + (f", head {facts['head_bits']:g}" if facts["head_bits"] else ", head in 16 bits"),
-            f"  layers     {classes}",
+            f"  layers     {classes or 'routed experts only'}",
             f"  dense      {_some(facts['dense_linears'])}",
         ]
         if experts := facts["experts"]:
