@@ -24,14 +24,16 @@ from pathlib import Path
 import torch
 
 from vllm_exl3.cuda import dispatch, linear, runtime
-from vllm_exl3.cuda.geometry import Form, plan_linear
+from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.plan import plan_linear
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.ops.trellis import decode, hadamard
 from vllm_exl3.pack.stored import Codebook
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
-HALF_BITS = tuple(range(2, 17, 2)) + (3, 5, 7)
+HALF_BITS = (*range(2, 17, 2), 3, 5, 7)
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
+WIDE = (Form(False, 32), Form(False, 64), Form(False, 128))
 BANDWIDTH = 4.4e12
 """Read bandwidth of an H200 in bytes a second, measured (docs/kernels.md)."""
 
@@ -60,6 +62,11 @@ def exact(x: torch.Tensor, shard: Shard, trellis: torch.Tensor, suh: torch.Tenso
     dense = decode(trellis.view(shard.trellis_shape), shard.half_bits, shard.codebook).double()
     y = hadamard(hadamard(wide * suh.double()) @ dense) * svh.double()
     return y[:, shard.crop_start : shard.crop_start + shard.crop_size]
+
+
+def forms() -> tuple[Form, ...]:
+    """Every form that this GPU runs."""
+    return FORMS + (WIDE if runtime.device(torch.cuda.current_device()).limits.warpgroups else ())
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -92,11 +99,6 @@ class Checks:
             self.failed.append(f"{name}: {count} of {found.numel()} values differ")
 
 
-def form_name(form: Form) -> str:
-    """How tables call a form."""
-    return f"{'identity' if form.identity else 'half'}{form.tile_rows}"
-
-
 def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
     """Compile, in parallel, what these layers need in these forms."""
     device = runtime.device(torch.cuda.current_device())
@@ -116,17 +118,17 @@ def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
 def check_every_kind(checks: Checks, seed: int) -> None:
     """Every K, codebook and form on an odd number of strips, for batch sizes around every tile size."""
     kinds = [(h, c) for c in Codebook for h in HALF_BITS if h % 2 == 0 or c == Codebook.MUL1]
-    prepare([[Shard(half_bits, codebook, 1024, 896, 0, 896)] for half_bits, codebook in kinds], FORMS)
+    prepare([[Shard(half_bits, codebook, 1024, 896, 0, 896)] for half_bits, codebook in kinds], forms())
     for half_bits, codebook in kinds:
         shard = Shard(half_bits, codebook, 1024, 896, 0, 896)
         tensors = weights(shard, seed + half_bits)
         x = torch.randn(37, 1024, device="cuda")
         expected, layout = exact(x, shard, *tensors), pack_shards([shard])
-        for form in FORMS:
-            for rows in (1, 2, 3, 4, 5, 8, 11, 16, 37):
+        for form in forms():
+            for rows in (1, 17, 37) if form.wide else (1, 2, 3, 4, 5, 8, 11, 16, 37):
                 found = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=False)
-                name = f"{codebook.label} K={half_bits / 2} {form_name(form)} M={rows}"
-                checks.compare(name, form_name(form) + " " + codebook.label, found, expected[:rows])
+                name = f"{codebook.label} K={half_bits / 2} {form.name} M={rows}"
+                checks.compare(name, form.name + " " + codebook.label, found, expected[:rows])
                 rotated_inside = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=True)
                 checks.same(name + " planes", rotated_inside, found)
         dense = linear.dequantize(*tensors, pack_shards([shard]), True, torch.float16)
@@ -146,7 +148,7 @@ def check_layers(checks: Checks, seed: int) -> None:
         Shard(5, Codebook.MUL1, 2176, 384, 64, 250),
         Shard(6, Codebook.MCG, 2176, 128, 0, 128),
     ]
-    prepare([mixed[:3], mixed], FORMS)
+    prepare([mixed[:3], mixed], forms())
     for name, shards in (("mul1 mix", mixed[:3]), ("codebook mix", mixed)):
         parts = [weights(shard, seed + index) for index, shard in enumerate(shards)]
         tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -157,40 +159,50 @@ def check_layers(checks: Checks, seed: int) -> None:
                 torch.cat([exact(x, shard, *part) for shard, part in zip(shards, parts, strict=True)], dim=1) + bias
             )
             limit = {torch.float16: 6e-4, torch.bfloat16: 3e-3, torch.float32: 5e-4}[dtype]
-            for form in FORMS:
+            for form in forms():
                 for rows in (1, 4, 21):
                     found = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form)
-                    checks.compare(f"{name} {dtype} {form_name(form)} M={rows}", name, found, expected[:rows], limit)
+                    checks.compare(f"{name} {dtype} {form.name} M={rows}", name, found, expected[:rows], limit)
                     other = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form, planes=False)
-                    checks.same(f"{name} {dtype} {form_name(form)} M={rows} planes", found, other)
+                    checks.same(f"{name} {dtype} {form.name} M={rows} planes", found, other)
                 whole = linear.linear(x, *tensors, bias, pack_shards(shards), form=form)
                 again = linear.linear(x, *tensors, bias, pack_shards(shards), form=form)
                 alone = torch.cat(
                     [linear.linear(x[i : i + 1], *tensors, bias, pack_shards(shards), form=form) for i in range(21)]
                 )
-                checks.same(f"{name} {dtype} {form_name(form)} twice", whole, again)
-                if form.tile_rows in (4, 16):
-                    checks.same(f"{name} {dtype} {form_name(form)} alone", whole, alone)
+                checks.same(f"{name} {dtype} {form.name} twice", whole, again)
+                if form.tile_rows not in (8,):
+                    checks.same(f"{name} {dtype} {form.name} alone", whole, alone)
+    for shard in (Shard(4, Codebook.MUL1, 4096, 28672, 0, 28672), Shard(8, Codebook.MCG, 3968, 16384, 0, 16384)):
+        tensors, layout = weights(shard, seed), pack_shards([shard])
+        x = torch.randn(17, shard.in_features, device="cuda")
+        expected = exact(x, shard, *tensors)
+        for form in forms():
+            for rows in (1, 3, 8, 17):
+                found = linear.linear(x[:rows], *tensors, None, layout, form=form)
+                checks.compare(f"large {form.name} M={rows}", "large", found, expected[:rows])
+                other = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=False)
+                checks.same(f"large {form.name} M={rows} planes", found, other)
     shard = Shard(6, Codebook.MUL1, 14336, 512, 0, 512)
     tensors = weights(shard, seed)
     for magnitude in (1e-20, 1e-3, 1.0, 1e4, 1e20):
         x = torch.randn(8, 14336, device="cuda") * magnitude
         x[0, 17] = 3000 * magnitude
         expected = exact(x, shard, *tensors)
-        for form in FORMS:
+        for form in forms():
             found = linear.linear(x, *tensors, None, pack_shards([shard]), form=form)
             for row in range(8):
                 checks.compare(
-                    f"magnitude {magnitude} {form_name(form)} row {row}", "magnitude", found[row], expected[row], 7e-4
+                    f"magnitude {magnitude} {form.name} row {row}", "magnitude", found[row], expected[row], 7e-4
                 )
     x = torch.randn(3, 14336, device="cuda")
     x[1] = 0
     x[2, 5] = math.nan
-    for form in FORMS:
+    for form in forms():
         found = linear.linear(x, *tensors, None, pack_shards([shard]), form=form)
         checks.done += 1
         if not (found[1] == 0).all() or not found[2].isnan().all() or found[0].isnan().any():
-            checks.failed.append(f"{form_name(form)}: zero and NaN rows came out wrong")
+            checks.failed.append(f"{form.name}: zero and NaN rows came out wrong")
 
 
 def check_streams_and_graphs(checks: Checks, seed: int) -> None:
@@ -335,7 +347,7 @@ def measure(
             used = form or dispatch.choose_form(frozenset({codebook}), rows, runtime.device(0).limits.architecture)
             row = {
                 "kernel": "native", "in": shape[0], "out": shape[1], "m": rows, "bits": half_bits / 2,
-                "codebook": Codebook(codebook).label, "mode": form_name(used), "us": us,
+                "codebook": Codebook(codebook).label, "mode": used.name, "us": us,
                 "gbps": shape[0] * shape[1] * half_bits / 16 / us / 1e3, "limit_us": limit_us(shape, half_bits),
             }  # fmt: skip
             rows_out.append(row)
@@ -347,11 +359,10 @@ def measure(
 
 def every_form(codebook: int, rows: int) -> list[Form]:
     """The forms worth timing at a batch size."""
-    return [
-        form
-        for form in FORMS
-        if rows <= 4 * form.tile_rows and (form.tile_rows == 4 or rows > form.tile_rows // 2 or not form.identity)
-    ]
+    if rows <= 16:
+        narrow = [form for form in FORMS if rows <= 2 * form.tile_rows and (rows > 4 or form.tile_rows < 16)]
+        return [*narrow, WIDE[0]] if rows > 8 else narrow
+    return [form for form in WIDE if form.tile_rows < 2 * rows and rows <= form.tile_rows]
 
 
 def meta() -> dict[str, object]:
@@ -397,6 +408,7 @@ def main() -> int:
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(__import__("os").urandom(3), "little")
     good = check(seed) if arguments.check else True
     rows: list[dict[str, object]] = []
+    print(runtime.device(torch.cuda.current_device()).limits)
     if arguments.tune:
         rows += measure(arguments, every_form)
     if arguments.time:

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_exl3.cuda.compiler import kernel_sources
-from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs, plan_linear
+from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
+from vllm_exl3.cuda.plan import plan_linear
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
 GPUS = {
-    "h200": GpuLimits("sm_90a", 132, 232448),
+    "h200": GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14))),
     "a100": GpuLimits("sm_80", 108, 166912),
     "rtx3090": GpuLimits("sm_86", 82, 101376),
     "rtx5090": GpuLimits("sm_120a", 170, 101376),
@@ -59,9 +60,7 @@ _shard = st.builds(
     st.sampled_from(sorted(GPUS)),
 )
 def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: str) -> None:
-    shards = tuple(
-        Shard(s.half_bits, s.codebook, in_blocks * 128, s.out_features, 0, s.out_features) for s in shapes
-    )
+    shards = tuple(Shard(s.half_bits, s.codebook, in_blocks * 128, s.out_features, 0, s.out_features) for s in shapes)
     limits = GPUS[gpu]
     for planes in (None, False, True):
         plan = plan_linear(shards, rows, in_blocks * 128, form, limits, planes)
@@ -69,7 +68,9 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
         blocks, row_tiles = plan.grid
         units = sum(s.out_features // 128 * in_blocks * 2 for s in shards)
         assert blocks * arguments.range_units + arguments.longer_ranges == units
-        assert blocks <= limits.multiprocessors and row_tiles * form.tile_rows >= rows
+        strips = sum(s.out_features // 128 for s in shards)
+        assert blocks <= max(limits.multiprocessors, strips) and row_tiles * form.tile_rows >= rows
+        assert plan.cluster == 1 or blocks == strips * plan.cluster
         assert plan.shared <= limits.shared_memory
         assert arguments.ring_units in (1, 2)
         assert (arguments.activation_stride == 0) == (plan.transform_grid is None)

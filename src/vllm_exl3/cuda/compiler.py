@@ -109,7 +109,15 @@ def compiler_version() -> str:
 
 
 def _options(architecture: str) -> tuple[str, ...]:
-    return (f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v")
+    # Without contraction: whether a product and a sum become one rounding must not depend on what they were inlined into,
+    # since a row's bits are the same in every instance of a class.
+    return (
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        "-default-device",
+        "--fmad=false",
+        "--ptxas-options=-v",
+    )
 
 
 def fingerprint(instance: Instance, architecture: str) -> str:

@@ -1,8 +1,8 @@
 """Which form of the GEMM serves how many tokens, on which GPU.
 
 The table is data (``dispatch.json``): for each architecture the crossovers that ``benchmarks/gpu_linear.py --tune``
-measured. A GPU without an entry takes the model of `modelled`. Two classes only, by design: inside one class a row's
-bits do not depend on the other rows.
+measured. A GPU without an entry takes the model of `modelled`. There are three classes at most (identity, fp16 in the
+narrow kernel, fp16 in the warpgroup kernel): inside one, a row's bits do not depend on the other rows.
 """
 
 import functools
@@ -14,6 +14,9 @@ from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["Crossover", "choose_form", "crossover", "modelled"]
+
+_NARROW = 16
+"""The largest number of tokens that the kernels of mma.sync take in one tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ def crossover(architecture: str) -> Crossover:
     return Crossover(mul1=int(str(entry["mul1"])), halves=int(str(entry["halves"])), measured=str(entry["gpu"]))
 
 
+def warpgroups(architecture: str) -> bool:
+    """Whether the warpgroup kernel runs there."""
+    return architecture == "sm_90a"
+
+
 def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_class: bool = False) -> Form:
     """The form that serves ``rows`` tokens of a layer with these codebooks.
 
@@ -70,4 +78,6 @@ def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_
     largest = limits.mul1 if codebooks == {Codebook.MUL1} else limits.halves
     if rows <= largest and not one_class:
         return Form(identity=True, tile_rows=4 if rows <= 4 else 8)
-    return Form(identity=False, tile_rows=8 if rows <= 8 else 16)
+    if rows <= _NARROW or not warpgroups(architecture):
+        return Form(identity=False, tile_rows=8 if rows <= 8 else _NARROW)
+    return Form(identity=False, tile_rows=next((tile for tile in (32, 64) if rows <= tile), 128))

@@ -43,6 +43,19 @@ class Kernel:
         _check(status, f"{self.label}: {size} bytes of shared memory")
         self.shared_limit = size
 
+    def active_clusters(self, blocks: int, threads: int, shared: int) -> int:
+        """Clusters of ``blocks`` blocks that run at once on the device; 0 where it cannot tell."""
+        from cuda.bindings import driver
+
+        self.allow_shared(shared)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = 64 * blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        _set_attributes(config, _cluster_attributes(blocks))
+        status, count = driver.cuOccupancyMaxActiveClusters(self.function, config)
+        return int(count) if int(status) == 0 else 0
+
     def launch(
         self,
         grid: tuple[int, int],
@@ -51,6 +64,7 @@ class Kernel:
         stream: int,
         arguments: list[Any],
         dependent: bool,
+        cluster: int = 1,
     ) -> None:
         """Launch on a stream without waiting.
 
@@ -62,6 +76,7 @@ class Kernel:
             arguments: ctypes values or structures in the kernel's order; copied by the launch.
             dependent: let it start before the kernel ahead in the stream has finished; the kernel itself waits
                 (``griddepcontrol.wait``) before it touches anything that others write. Needs sm_90.
+            cluster: blocks in x that form a cluster. Needs sm_90.
         """
         from cuda.bindings import driver
 
@@ -70,12 +85,15 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = driver.CUstream(stream)
-        if dependent:
-            config.attrs = [_dependent_attribute()]
-            config.numAttrs = 1
+        _set_attributes(config, ([_dependent_attribute()] if dependent else []) + _cluster_attributes(cluster))
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
         _check(status, self.label)
+
+
+def _set_attributes(config: Any, attributes: list[Any]) -> None:
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
 
 
 def _dependent_attribute() -> Any:
@@ -85,6 +103,19 @@ def _dependent_attribute() -> Any:
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     return attribute
+
+
+def _cluster_attributes(blocks: int) -> list[Any]:
+    if blocks == 1:
+        return []
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    value = driver.CUlaunchAttributeValue()
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = blocks, 1, 1
+    attribute.value = value
+    return [attribute]
 
 
 def load_kernel(image: bytes, entry: str, label: str) -> Kernel:

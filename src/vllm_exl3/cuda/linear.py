@@ -8,15 +8,14 @@ import torch
 
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, LinearArgs, LinearPlan, ShardArgs, plan_linear
+from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, LinearArgs, LinearPlan, ShardArgs
+from vllm_exl3.cuda.plan import plan_linear
 from vllm_exl3.ops.shards import Shard, unpack_shards
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["dequantize", "instances", "linear", "prepare"]
 
 _ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_TRANSFORM = Instance("transform.cu", "exl3_transform")
-_TRANSFORM_THREADS = 512
 _DEQUANTIZE_THREADS = 256
 _DEQUANTIZE_SHARED = BLOCK * (BLOCK + 1) * 4
 _WINDOW_BYTES = 32 << 20
@@ -118,7 +117,10 @@ def _linear_group(
     device = runtime.device(x.device.index)
     if form is None:
         form = dispatch.choose_form(_codebooks(shards), x.shape[0], device.limits.architecture)
-    window = max(form.tile_rows, _window_rows(shards) // form.tile_rows * form.tile_rows)
+    # The wide kernel's exchange takes 34 MB a row tile, so its tiles are launched one after the other.
+    window = (
+        form.tile_rows if form.wide else max(form.tile_rows, _window_rows(shards) // form.tile_rows * form.tile_rows)
+    )
     for first in range(0, x.shape[0], window):
         part = x[first : first + window]
         plan = plan_linear(shards, part.shape[0], x.shape[1], form, device.limits, planes)
@@ -161,16 +163,18 @@ def _launch(
         arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
     dependent = device.limits.dependent_launch
     if plan.transform_grid is not None:
-        device.kernel(_TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)
+        device.kernel(runtime.TRANSFORM).launch(
+            plan.transform_grid, runtime.TRANSFORM_THREADS, 0, stream, [arguments], dependent
+        )
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
-    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent)
+    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
 
 
 def instances(shards: Sequence[int], rows: Iterable[int], in_width: int, device_index: int) -> list[Instance]:
     """The kernels that a layer needs for batches of these sizes."""
     every, limits = _unpack(tuple(shards)), runtime.device(device_index).limits
-    found = [_TRANSFORM]
+    found = [runtime.TRANSFORM]
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
         for count in rows:
@@ -179,7 +183,7 @@ def instances(shards: Sequence[int], rows: Iterable[int], in_width: int, device_
     return list(dict.fromkeys(found))
 
 
-_EVERY_FORM = (*range(1, 18), 33)
+_EVERY_FORM = (*range(1, 18), 33, 65)
 """Batch sizes that between them choose every form, with the input rotated in the GEMM and before it."""
 
 

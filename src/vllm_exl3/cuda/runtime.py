@@ -1,5 +1,6 @@
 """One device's kernels: compiled or taken from the cache, loaded once, handed out by instance."""
 
+import dataclasses
 import functools
 import logging
 import os
@@ -17,9 +18,14 @@ from vllm_exl3.cuda.compiler import Instance, compile_instance, fingerprint
 from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
 
-__all__ = ["Device", "architecture_of", "build", "cache_folder", "device"]
+__all__ = ["TRANSFORM", "TRANSFORM_THREADS", "Device", "architecture_of", "build", "cache_folder", "device"]
 
 logger = logging.getLogger(__name__)
+
+TRANSFORM = Instance("transform.cu", "exl3_transform")
+"""The kernel that rotates inputs, which every model needs."""
+
+TRANSFORM_THREADS = 1024
 
 _COUNTERS = 1 << 20
 """Arrival counters of a device (4 MiB): shares of eager streams, then those of captured launches."""
@@ -89,6 +95,15 @@ class Device:
         self._counters = 0
         self._counters_used = 0
         self._stream_counters: dict[int, tuple[int, int]] = {}
+        if self.limits.dependent_launch:
+            self._measure_clusters()
+
+    def _measure_clusters(self) -> None:
+        """Ask the driver how many clusters fit: their blocks must lie in one group of multiprocessors."""
+        kernel = self.kernel(TRANSFORM)
+        shared = self.limits.shared_memory - 4096  # so much that a multiprocessor holds one block
+        clusters = tuple((blocks, kernel.active_clusters(blocks, 512, shared)) for blocks in (2, 4, 8))
+        self.limits = dataclasses.replace(self.limits, clusters=clusters)
 
     def prepare(self, instances: Iterable[Instance]) -> None:
         """Compile and load what a model needs, so that no request ever waits for a compiler."""

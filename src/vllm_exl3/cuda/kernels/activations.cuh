@@ -37,26 +37,51 @@ struct Planes {
         const u32 rows = min(args.tile_rows, args.rows - first_row), count = min(end - begin, depth);
         shard = index, first = (begin - at.first_unit) % depth;
         if (threadIdx.x < args.stored_rows) largest[threadIdx.x] = 0;
+        // `share` warps take a row. Where one batch holds a warp's 128-blocks, their values stay in registers from the search for
+        // the largest to the rounding; else what the block's units need is computed again.
+        const bool integer = at.arithmetic == INTEGER;
+        const u32 share = rows < WARPS ? WARPS / rows : 1, row_step = WARPS / share, offset = warp % share;
+        const bool held = blocks <= HELD * share && rows <= row_step;
+        Batch<HELD> batch;
         __syncthreads();
-        for (u32 row = 0; row < rows; ++row) {
+        for (u32 row = warp / share; row < rows; row += row_step) {
             u32 bits = 0;
-            for (u32 block = warp; block < blocks; block += WARPS)
-                bits = max(bits, block_largest(args, at, first_row + row, block, lane));
+            for (u32 base = offset; base < blocks; base += HELD * share) {
+                batch.load(args, at, integer, lane, [&](int i) {
+                    return BatchPlace{first_row + row, base + i * share, base + i * share < blocks};
+                });
+#pragma unroll
+                for (int i = 0; i < HELD; ++i)
+                    if (base + i * share < blocks) bits = max(bits, magnitude_bits(batch.v[i]));
+            }
+            bits = __reduce_max_sync(0xffffffffu, bits);
             if (lane == 0) atomicMax(&largest[row], bits);
         }
         __syncthreads();
-        const u32 needed = min(blocks, (first % 2 + count + 1) / 2);  // 128-blocks that hold the units
-        for (u32 item = warp; item < rows * needed; item += WARPS) {
-            const u32 row = item / needed, position = first / 2 + item % needed, block = position < blocks ? position : position - blocks;
-            float v[4];
-            load_scaled(v, args, at, first_row + row, block, lane);
-            hadamard128(v, lane);
-            const u32 unit = place(2 * block + (lane >> 4), depth);
-            const int sum = store(v, row_scale(at.arithmetic, largest[row]).factor, at.arithmetic, row, unit, unit < count, args, lane);
-            if (at.arithmetic == INTEGER && (lane & 15) == 0 && unit < count) sums[row * args.plane_units + unit] = sum;
+        const u32 begin_block = held ? 0 : first / 2, needed = held ? blocks : min(blocks, (first % 2 + count + 1) / 2);
+        for (u32 row = warp / share; row < rows; row += row_step) {
+            const float factor = row_scale(at.arithmetic, largest[row]).factor;
+            for (u32 base = offset; base < needed; base += HELD * share) {
+                const auto place_of = [&](int i) {
+                    const u32 block = begin_block + base + i * share;
+                    return BatchPlace{first_row + row, block < blocks ? block : block - blocks, base + i * share < needed};
+                };
+                if (!held) batch.load(args, at, true, lane, place_of);
+#pragma unroll
+                for (int i = 0; i < HELD; ++i) {
+                    const BatchPlace here = place_of(i);
+                    const u32 unit = place(2 * here.block + (lane >> 4), depth);
+                    if (!here.exists || __all_sync(0xffffffffu, unit >= count)) continue;
+                    if (held && !integer) hadamard128(batch.v[i], lane);
+                    const int sum = store(batch.v[i], factor, at.arithmetic, row, unit, unit < count, args, lane);
+                    if (integer && (lane & 15) == 0 && unit < count) sums[row * args.plane_units + unit] = sum;
+                }
+            }
         }
         __syncthreads();
     }
+
+    static constexpr int HELD = 3;
 
     // Writes a lane's four consecutive k of one unit; returns the sum over the unit's half warp.
     __device__ __forceinline__ int store(const float (&v)[4], float factor, u32 arithmetic, u32 row, u32 unit, bool wanted,

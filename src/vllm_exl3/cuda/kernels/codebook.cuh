@@ -29,7 +29,10 @@ __device__ __forceinline__ u32 decode_pair(u32 first, u32 second) {
     u32 weights;
     if constexpr (CODEBOOK == MUL1) {
         // 0x6400 + B is the fp16 number 1024 + B; one fused multiply-add rounds once, as the format asks.
-        const u32 low = __dp4a(x, 0x01010101u, 0x6400u), high = __dp4a(y, 0x01010101u, 0x6400u);
+        // The two byte sums go to different pipes: the integer dot product to FMA, the absolute differences to ALU.
+        const u32 low = __dp4a(x, 0x01010101u, 0x6400u);
+        u32 high;
+        asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(high) : "r"(y), "r"(0u), "r"(0x6400u));
         const u32 sums = __byte_perm(low, high, 0x5410);
         asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(weights) : "r"(sums), "r"(0x1EEE1EEEu), "r"(0xC931C931u));
     } else {

@@ -1,22 +1,22 @@
 // From the warps' partial sums of one strip to finished outputs.
 //
-// 1. The warps (k slices) are added in shared memory in a fixed order.
-// 2. A strip that several blocks share: every block stores its sums, the block that arrives last adds them in k order.
-//    Which blocks share it depends on (N, K, blocks) alone, so fp32 sums come out the same every time.
+// 1. The warps (k slices) are added in shared memory, as a binary tree.
+// 2. A strip that several blocks share: a cluster's first block adds the others' sums from their shared memory; without
+//    clusters every block stores its sums, and the block that arrives last adds them. Both in the order of k, and which
+//    blocks share a strip depends on (N, K, blocks) alone: fp32 sums come out the same every time.
 // 3. Output Hadamard, svh, bias, crop and cast, one warp a token.
 #pragma once
 #include "fragments.cuh"
-#include "hadamard.cuh"
+#include "store.cuh"
 
 constexpr int WARPS = INSTANCE_WARPS;  // 16, or fewer where shared memory is small
 constexpr int THREADS = 32 * WARPS;
-constexpr int REDUCTION_SLOTS = WARPS < 8 ? WARPS / 2 : 4;
 constexpr int STRIP_TILES = STRIP / 16;
 
 // Shared memory of the epilogue; `columns` is the widest kind's.
 template <int TILE_ROWS, int COLUMNS>
 struct Epilogue {
-    uint4 slots[REDUCTION_SLOTS][STRIP_TILES * COLUMNS * 32];
+    uint4 exchange[STRIP_TILES * COLUMNS * 32];  // the block's sums of a strip, read by its cluster
     float outputs[TILE_ROWS][STRIP + 4];
     float undo[TILE_ROWS];      // rows' scales
     int token_sums[TILE_ROWS];  // INTEGER: sum of the segment's activations
@@ -80,27 +80,48 @@ __device__ __forceinline__ uint4 to_bits(const Vector4<T>& v) {
     return make_uint4(bits_of(v.x), bits_of(v.y), bits_of(v.z), bits_of(v.w));
 }
 
-// Adds the warps' sums, of 16 the last four into 8..11, those into 4..7, those into 0..3, whose slots remain.
-// A slot holds uint4 [tile][column group][q][g ^ 2q]: free of bank conflicts whether all q write or only q = 0.
-template <class K, class Shared>
-__device__ __forceinline__ void add_warps(typename Sum<K::arithmetic>::type (&sums)[STRIP_TILES][K::columns][4],
-                                          Shared& shared, u32 rows, int warp, int lane) {
-    const int q = lane & 3, slot = warp & (REDUCTION_SLOTS - 1), place = q * 8 + ((lane >> 2) ^ (2 * q));
-    // Columns of tokens that do not exist are left out.
-    const u32 tokens_per_quad = K::arithmetic == INTEGER ? 1 : 2;
+// Where sums lie: cell [tile][column group][q][g ^ 2q] holds a lane's four values. Only the q whose tokens exist have cells;
+// the exchange of g keeps 16-byte accesses free of bank conflicts for 1, 2 and 4 of them.
+template <class K>
+struct Cells {
+    u32 quads;  // of every four, those with tokens: 1, 2 or 4
+    static constexpr u32 tokens_per_quad = K::arithmetic == INTEGER ? 1 : 2;
+
+    __device__ __forceinline__ explicit Cells(u32 rows) {
+        quads = K::columns > 1 || rows > 2 * tokens_per_quad ? 4 : rows > tokens_per_quad ? 2 : 1;
+    }
+    __device__ __forceinline__ u32 count() const { return STRIP_TILES * K::columns * 8 * quads; }
+    __device__ __forceinline__ u32 index(u32 tile, u32 group, u32 q, u32 g) const {
+        return (tile * K::columns + group) * 8 * quads + q * 8 + (g ^ (2 * q));
+    }
+    __device__ __forceinline__ u32 q(u32 cell) const { return cell >> 3 & (quads - 1); }
+    __device__ __forceinline__ u32 g(u32 cell) const { return (cell & 7) ^ (2 * q(cell)); }
+    __device__ __forceinline__ u32 group(u32 cell) const { return cell / (8 * quads) % K::columns; }
+    __device__ __forceinline__ u32 tile(u32 cell) const { return cell / (8 * quads) / K::columns; }
+    __device__ __forceinline__ u32 token(u32 cell) const { return (4 * group(cell) + q(cell)) * tokens_per_quad; }
+};
+
+// Brings the warps' sums to `slots`: one slot a warp, or the sums of warps w and w + WARPS/2 in slot w.
+template <class K>
+__device__ __forceinline__ void gather_warps(typename Sum<K::arithmetic>::type (&sums)[STRIP_TILES][K::columns][4], uint4* slots,
+                                             u32 slot_count, u32 rows, int warp, int lane) {
+    using T = typename Sum<K::arithmetic>::type;
+    const Cells<K> cells(rows);
+    const u32 q = lane & 3, g = lane >> 2;
+    const bool one_round = slot_count == WARPS;
+    uint4* slot = slots + (one_round ? warp : warp % (WARPS / 2)) * cells.count();
 #pragma unroll 1
-    for (int round = WARPS / REDUCTION_SLOTS - 1; round >= 0; --round) {
-        if (warp / REDUCTION_SLOTS == round) {
-            const bool first = round == WARPS / REDUCTION_SLOTS - 1;
+    for (int round = one_round ? 0 : 1; round >= 0; --round) {
+        if (one_round || warp / (WARPS / 2) == round) {
 #pragma unroll
             for (int group = 0; group < K::columns; ++group) {
-                if ((4 * group + q) * tokens_per_quad >= rows) continue;
+                if ((4 * group + q) * Cells<K>::tokens_per_quad >= rows) continue;
 #pragma unroll
                 for (int tile = 0; tile < STRIP_TILES; ++tile) {
-                    uint4& cell = shared.slots[slot][(tile * K::columns + group) * 32 + place];
+                    uint4& cell = slot[cells.index(tile, group, q, g)];
                     auto& s = sums[tile][group];
-                    Vector4<typename Sum<K::arithmetic>::type> sum{s[0], s[1], s[2], s[3]};
-                    if (!first) add(sum, cell);
+                    Vector4<T> sum{s[0], s[1], s[2], s[3]};
+                    if (!one_round && round == 0) add(sum, cell);
                     cell = to_bits(sum);
                 }
             }
@@ -109,24 +130,21 @@ __device__ __forceinline__ void add_warps(typename Sum<K::arithmetic>::type (&su
     }
 }
 
-// What undoes the rotation of one token's strip, and stores it.
-template <class Shared>
-__device__ __forceinline__ void finish_token(const LinearArgs& args, const ShardArgs& shard, u32 strip, u32 row, u32 token,
-                                             const Shared& shared, uint2 packed_svh, int lane) {
-    const float4 value = *reinterpret_cast<const float4*>(&shared.outputs[token][4 * lane]);
-    float v[4] = {value.x, value.y, value.z, value.w};
-    const float scale = shared.undo[token] * HADAMARD_SCALE;
-    hadamard128(v, lane);
-    const u32 column = strip * STRIP + 4 * lane;
-    const u16 svh[4] = {u16(packed_svh.x), u16(packed_svh.x >> 16), u16(packed_svh.y), u16(packed_svh.y >> 16)};
+// One cell of all warps, added as a binary tree whose order does not depend on the number of slots.
+template <class K>
+__device__ __forceinline__ Vector4<typename Sum<K::arithmetic>::type> add_slots(const uint4* slots, u32 slot_count, u32 stride) {
+    using T = typename Sum<K::arithmetic>::type;
+    Vector4<T> part[WARPS / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 kept = column + i - shard.crop_start;  // wraps below the crop, so one comparison serves both ends
-        if (kept >= shard.crop_size) continue;
-        float result = v[i] * scale * half_to_float(svh[i]);
-        if (args.bias != nullptr) result += load_element(args.bias, shard.out_column + kept, args.bias_type);
-        store_element(args.out, row * args.out_stride + shard.out_column + kept, args.out_type, result);
+    for (int i = 0; i < WARPS / 2; ++i) {
+        part[i] = as_vector<T>(slots[i * stride]);
+        if (slot_count == WARPS) add(part[i], slots[(i + WARPS / 2) * stride]);
     }
+#pragma unroll
+    for (int n = WARPS / 4; n; n /= 2)
+#pragma unroll
+        for (int i = 0; i < n; ++i) add(part[i], to_bits(part[i + n]));
+    return part[0];
 }
 
 // Adds a segment up, and finishes its strip if nothing is missing any more. `token_sums(token)` gives, to every lane of the
@@ -134,7 +152,7 @@ __device__ __forceinline__ void finish_token(const LinearArgs& args, const Shard
 template <class K, class Shared, class TokenSums, class Undo>
 __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type (&sums)[STRIP_TILES][K::columns][4],
                                                const LinearArgs& args, const Segment& segment, const TokenSums& token_sums,
-                                               const Undo& undo, Shared& shared, int warp, int lane) {
+                                               const Undo& undo, Shared& shared, uint4* slots, int warp, int lane) {
     using T = typename Sum<K::arithmetic>::type;
     using C = typename Cell<K::arithmetic>::type;
     const ShardArgs& shard = args.shards[segment.shard];
@@ -147,25 +165,42 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
         const float scale = undo(token);
         if (lane == 0) shared.token_sums[token] = sum, shared.undo[token] = scale;
     }
-    add_warps<K>(sums, shared, rows, warp, lane);
+    gather_warps<K>(sums, slots, args.reduction_slots, rows, warp, lane);
 
-    constexpr u32 cells = STRIP_TILES * K::columns * 32, passes = (cells + THREADS - 1) / THREADS;
+    const Cells<K> cells(rows);
+    constexpr u32 passes = (STRIP_TILES * K::columns * 32 + THREADS - 1) / THREADS;
     C totals[passes] = {};
-    const auto token_of = [](u32 cell) {
-        const u32 group = (cell >> 5) % K::columns, q = cell >> 3 & 3;
-        return K::arithmetic == INTEGER ? 4 * group + q : 8 * group + 2 * q;
-    };
-    const auto active = [&](u32 cell) { return cell < cells && token_of(cell) < rows; };
+    const auto active = [&](u32 cell) { return cell < cells.count() && cells.token(cell) < rows; };
 #pragma unroll
     for (u32 pass = 0; pass < passes; ++pass) {
         const u32 cell = pass * THREADS + threadIdx.x;
-        if (!active(cell)) continue;
-        totals[pass] = to_cell(as_vector<T>(shared.slots[0][cell]), shared.token_sums[token_of(cell)]);
-#pragma unroll
-        for (int slot = 1; slot < REDUCTION_SLOTS; ++slot)
-            totals[pass].add(to_cell(as_vector<T>(shared.slots[slot][cell]), 0).bits());
+        if (active(cell))
+            totals[pass] = to_cell(add_slots<K>(slots + cell, args.reduction_slots, cells.count()), shared.token_sums[cells.token(cell)]);
     }
-    if (!segment.complete) {
+    if (!segment.complete && args.cluster > 1) {
+        const u32 rank = blockIdx.x % args.cluster;
+#pragma unroll
+        for (u32 pass = 0; pass < passes; ++pass) {
+            const u32 cell = pass * THREADS + threadIdx.x;
+            if (active(cell)) shared.exchange[cell] = totals[pass].bits();
+        }
+        cluster_arrive(), cluster_wait();
+        if (rank == 0) {
+#pragma unroll
+            for (u32 pass = 0; pass < passes; ++pass) {
+                const u32 cell = pass * THREADS + threadIdx.x;
+                if (!active(cell)) continue;
+#pragma unroll 4
+                for (u32 other = 1; other < args.cluster; ++other)
+                    totals[pass].add(load_from_cluster(shared_address(&shared.exchange[cell]), other));
+            }
+        }
+        cluster_arrive();  // the others' shared memory must outlive the reads
+        if (rank != 0) {
+            cluster_wait();
+            return;
+        }
+    } else if (!segment.complete) {
         const u32 first = block_of_unit(args, segment.strip_begin), last = block_of_unit(args, segment.strip_end - 1);
         const auto partials = [&](u32 block) {  // a block shares at most the strips at its two ends
             const u32 second = range_begin(args, block) < segment.strip_begin ? 1 : 0;
@@ -200,8 +235,7 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
     for (u32 pass = 0; pass < passes; ++pass) {
         const u32 cell = pass * THREADS + threadIdx.x;
         if (!active(cell)) continue;
-        const u32 q = cell >> 3 & 3, g = (cell & 7) ^ (2 * q), token = token_of(cell);
-        const u32 channel = 16 * ((cell >> 5) / K::columns) + g;
+        const u32 token = cells.token(cell), channel = 16 * cells.tile(cell) + cells.g(cell);
         const C& sum = totals[pass];
         if constexpr (K::arithmetic == INTEGER) {
             shared.outputs[token][channel] = static_cast<float>(sum.low) * 0x1p-18f;
@@ -217,7 +251,9 @@ __device__ __forceinline__ void finish_segment(typename Sum<K::arithmetic>::type
     }
     __syncthreads();
     for (u32 token = warp; token < rows; token += WARPS)
-        finish_token(args, shard, segment.strip, first_row + token, token, shared, svh, lane);
+        store_token(args, shard, *reinterpret_cast<const float4*>(&shared.outputs[token][4 * lane]), shared.undo[token], svh,
+                    segment.strip * STRIP + 4 * lane, first_row + token, lane);
+    if (!segment.complete && args.cluster > 1) cluster_wait();
     // The next segment writes `token_sums` and `undo` before any barrier of its own.
     __syncthreads();
 }

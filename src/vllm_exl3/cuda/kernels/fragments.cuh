@@ -49,6 +49,16 @@ struct SharedWords {
     }
 };
 
+// HALF: the A operand of product i.
+template <class K, int I>
+__device__ __forceinline__ void decode_step(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
+    using W = typename K::Window;
+    a[0] = decode_pair<K::codebook>(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
+    a[1] = decode_pair<K::codebook>(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
+    a[2] = decode_pair<K::codebook>(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
+    a[3] = decode_pair<K::codebook>(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
+}
+
 template <class K, int I, int H>
 __device__ __forceinline__ void multiply_step(typename Sum<K::arithmetic>::type (&sums)[K::columns][4],
                                               const u32 (&words)[K::Window::words],
@@ -56,10 +66,7 @@ __device__ __forceinline__ void multiply_step(typename Sum<K::arithmetic>::type 
     using W = typename K::Window;
     u32 a[4];
     if constexpr (K::arithmetic == HALF) {
-        a[0] = decode_pair<K::codebook>(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
-        a[1] = decode_pair<K::codebook>(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
-        a[2] = decode_pair<K::codebook>(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
-        a[3] = decode_pair<K::codebook>(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
+        decode_step<K, I>(a, words);
     } else {
         a[0] = product_word<K::codebook>(W::template get<8 * I + 2 * H>(words));
         a[1] = product_word<K::codebook>(W::template get<8 * I + 4 + 2 * H>(words));

@@ -18,6 +18,7 @@ template <class Shared>
 struct Block {
     const LinearArgs& args;
     Shared& shared;
+    uint4* slots;    // warps' sums at the end of a strip
     Ring ring;
     Cursor cursor;   // unit that is fetched next
     Planes planes;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void run_segment(Block<Shared>& block, const Segment&
         if (PLANES) return row_scale(K::arithmetic, block.planes.largest[token]).undo;
         return args.scales[segment.shard * args.rows + blockIdx.y * args.tile_rows + token];
     };
-    finish_segment<K>(sums, args, segment, token_sums, undo, block.shared, block.warp, lane);
+    finish_segment<K>(sums, args, segment, token_sums, undo, block.shared, block.slots, block.warp, lane);
 }
 
 // Runs the segment with the kind that its shard names.
@@ -94,12 +95,13 @@ __device__ __forceinline__ void linear(const LinearArgs& args) {
     Block<Shared> block{args, *reinterpret_cast<Shared*>(memory)};
     block.warp = warp, block.lane = lane;
 
-    // Shared memory: epilogue, barriers, ring, then the planes with the rows' sums and largest magnitudes before them.
+    // Shared memory: epilogue, barriers, ring, the warps' sums, then the planes with the rows' sums and maxima before them.
     constexpr u32 barriers_at = (sizeof(Shared) + 127) / 128 * 128;
     const u32 ring_at = barriers_at + (WARPS * args.ring_units * HALVES * 8 + 127) / 128 * 128;
     const u32 ring_bytes = args.ring_units * (HALVES * args.half_stride + args.activation_stride);
     block.ring.init(shared_address(memory) + ring_at + warp * ring_bytes,
                     shared_address(memory) + barriers_at + warp * args.ring_units * HALVES * 8, args, lane);
+    block.slots = reinterpret_cast<uint4*>(memory + ring_at + WARPS * ring_bytes);
     Cursor& cursor = block.cursor;
     cursor.unit = begin + warp, cursor.end = end;
     if (cursor.valid()) cursor.seek(args);
@@ -118,10 +120,10 @@ __device__ __forceinline__ void linear(const LinearArgs& args) {
     wait_for_previous();
     if constexpr (PLANES) {
         cursor = ahead;
-        u8* after_ring = memory + ring_at + WARPS * ring_bytes;
-        block.planes.largest = reinterpret_cast<u32*>(after_ring);
-        block.planes.sums = reinterpret_cast<int*>(after_ring) + TILE_ROWS;
-        block.planes.address = shared_address(after_ring) + ((TILE_ROWS + args.stored_rows * args.plane_units) * 4 + 127) / 128 * 128;
+        u8* after = reinterpret_cast<u8*>(block.slots) + args.reduction_slots * args.slot_bytes;
+        block.planes.largest = reinterpret_cast<u32*>(after);
+        block.planes.sums = reinterpret_cast<int*>(after) + TILE_ROWS;
+        block.planes.address = shared_address(after) + ((TILE_ROWS + args.stored_rows * args.plane_units) * 4 + 127) / 128 * 128;
         block.planes.shard = MAX_SHARDS;
     } else {
         for (u32 i = 0; i < args.ring_units; ++i) {

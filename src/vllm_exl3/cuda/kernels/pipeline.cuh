@@ -17,7 +17,8 @@ struct Cursor {
     u32 unit, end;          // this warp's position in the block's range
     u32 k, depth;           // position inside the strip, in units
     u32 pitch;              // bytes from one k-tile row to the next
-    u32 row_bytes;          // of one k-tile row of half a unit
+    u32 row_bytes;          // of one k-tile row of half a strip of 128 channels
+    u32 strip_bytes;        // of one k-tile row of the whole strip
     u32 activation_bytes;   // of a unit
 
     __device__ __forceinline__ bool valid() const { return unit < end; }
@@ -32,7 +33,8 @@ struct Cursor {
         pitch = shard.out_features / 16 * tile_bytes;
         row_bytes = HALF_TILES * tile_bytes;
         activation_bytes = args.activation_stride ? unit_activation_bytes(shard.arithmetic, args.stored_rows) : 0;
-        weights = reinterpret_cast<const u8*>(shard.trellis) + static_cast<u64>(4 * k) * pitch + strip * (2 * row_bytes);
+        weights = reinterpret_cast<const u8*>(shard.trellis) + static_cast<u64>(4 * k) * pitch + strip * (args.strip_tiles * tile_bytes);
+        strip_bytes = min(args.strip_tiles, shard.out_features / 16 - strip * args.strip_tiles) * tile_bytes;
         activations = args.activations + static_cast<u64>(shard.activation_block) * 16 +
             static_cast<u64>(blockIdx.y * depth + k) * activation_bytes;
     }
@@ -132,7 +134,6 @@ struct Ring {
         if (++consumed == units) consumed = 0, consumed_phase ^= 1;
     }
 
-private:
     // One lane of the warp, in the form that lets the compiler issue bulk copies without looping over lanes.
     static __device__ __forceinline__ bool elect_lane() {
         u32 elected;

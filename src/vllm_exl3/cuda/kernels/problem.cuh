@@ -1,7 +1,7 @@
 // What a launch is told, and how work is cut: mirrored field by field in vllm_exl3/cuda/geometry.py.
 //
-// Work is a list of units. A unit is 64 input × 128 output channels; units of one strip (128 output channels, one Hadamard
-// block) lie together with k rising, strips of one shard together. The list is cut into contiguous ranges, one a thread
+// Work is a list of units. A unit is 64 input channels × one strip of output channels; units of one strip lie together with k
+// rising, strips of one shard together. A strip is one Hadamard block (128 channels), in the wide kernel two. The list is cut into contiguous ranges, one a thread
 // block in x, equal within one unit; that depends on (N, K, blocks) alone and so does the order of every sum. blockIdx.y is
 // the tile of rows (tokens).
 #pragma once
@@ -54,12 +54,16 @@ struct LinearArgs {
     u32 range_units;       // units of a block's range, and how many ranges hold one more
     u32 longer_ranges;
     u32 total_strips;
+    u32 strip_tiles;       // tile columns of a strip: 8, or 16 in the wide kernel
     u32 partial_stride;    // uint4 of one block's sums of a strip, the widest kind's
     u32 ring_units;        // units each warp's ring holds
     u32 half_stride;       // bytes of half a unit's weights in the ring, the widest kind's
     u32 activation_stride; // bytes of a unit's activations in the ring, the widest kind's; 0 when the GEMM transforms
     u32 plane_stride;      // bytes from one row of transformed activations in shared memory to the next
     u32 plane_units;       // units of k that are kept there
+    u32 reduction_slots;   // warps' sums that shared memory holds at once: WARPS or WARPS / 2
+    u32 slot_bytes;        // of one warp's sums
+    u32 cluster;           // blocks that share a strip and exchange through distributed shared memory; 1: through global memory
 };
 
 // Fragment order of the activations of one unit: `matrices` 8×8 matrices of 16-byte rows; a row is one column of the
@@ -88,4 +92,28 @@ __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Thread block clusters: barriers, and the shared memory of the other blocks.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ uint4 load_from_cluster(u32 address, u32 rank) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %4, %5;\n"
+        "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [remote];\n"
+        "}\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address), "r"(rank) : "memory");
+#endif
+    return v;
 }

@@ -4,8 +4,9 @@
 // launch, and then writes only its own part, in the fragment order of problem.cuh.
 #include "rotation.cuh"
 
-constexpr int TRANSFORM_THREADS = 512;
+constexpr int TRANSFORM_THREADS = 1024;
 constexpr int TRANSFORM_WARPS = TRANSFORM_THREADS / 32;
+constexpr int HELD = 4;  // 128-blocks whose loads a warp overlaps
 
 // Stores the four values of a lane (k = 4·lane .. 4·lane+3 of a 128-block) in fragment order; returns their sum.
 __device__ __forceinline__ int store_values(const float (&v)[4], float factor, u8* unit, u32 arithmetic, u32 stored_rows, u32 token,
@@ -37,10 +38,10 @@ __device__ __forceinline__ int store_values(const float (&v)[4], float factor, u
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 2) exl3_transform(const __grid_constant__ LinearArgs args) {
+extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 1) exl3_transform(const __grid_constant__ LinearArgs args) {
     __shared__ u32 largest[MAX_SHARDS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const u32 part = blockIdx.x, row = blockIdx.y;
+    const u32 part = blockIdx.x, row = blockIdx.y, row_tile = row / args.tile_rows, token = row % args.tile_rows;
     let_next_start();
     if (threadIdx.x < MAX_SHARDS) largest[threadIdx.x] = 0;
     __syncthreads();
@@ -48,31 +49,46 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 2) exl3_transfor
     for (u32 i = (row * args.parts + part) * TRANSFORM_THREADS + threadIdx.x; i < args.total_strips * args.row_tiles;
          i += args.rows * args.parts * TRANSFORM_THREADS)
         args.counters[i] = 0;
-    for (u32 s = 0; s < args.shard_count; ++s) {
-        u32 bits = 0;
-        for (u32 block = warp; block < args.shards[s].in_features / STRIP; block += TRANSFORM_WARPS)
-            bits = max(bits, block_largest(args, args.shards[s], row, block, lane));
-        if (lane == 0) atomicMax(&largest[s], bits);
-    }
-    __syncthreads();
-    const u32 row_tile = row / args.tile_rows, token = row % args.tile_rows;
+    Batch<HELD> batch;
     for (u32 s = 0; s < args.shard_count; ++s) {
         const ShardArgs& shard = args.shards[s];
+        const u32 blocks = shard.in_features / STRIP, begin = part * blocks / args.parts, end = (part + 1) * blocks / args.parts;
+        const bool integer = shard.arithmetic == INTEGER;
+        // Warp w has blocks w, w + TRANSFORM_WARPS, …; one batch of them stays in registers where that is all.
+        const bool held = blocks <= HELD * TRANSFORM_WARPS;
+        u32 bits = 0;
+        for (u32 first = warp; first < blocks; first += HELD * TRANSFORM_WARPS) {
+            batch.load(args, shard, integer, lane, [&](int i) {
+                return BatchPlace{row, first + i * TRANSFORM_WARPS, first + i * TRANSFORM_WARPS < blocks};
+            });
+#pragma unroll
+            for (int i = 0; i < HELD; ++i)
+                if (first + i * TRANSFORM_WARPS < blocks) bits = max(bits, magnitude_bits(batch.v[i]));
+        }
+        bits = __reduce_max_sync(0xffffffffu, bits);
+        if (lane == 0) atomicMax(&largest[s], bits);
+        __syncthreads();
         const RowScale scale = row_scale(shard.arithmetic, largest[s]);
         if (part == 0 && threadIdx.x == 0) args.scales[s * args.rows + row] = scale.undo;
-        const u32 blocks = shard.in_features / STRIP, unit_bytes = unit_activation_bytes(shard.arithmetic, args.stored_rows);
+        const u32 unit_bytes = unit_activation_bytes(shard.arithmetic, args.stored_rows);
         u8* target = args.activations + static_cast<u64>(shard.activation_block) * 16 +
             static_cast<u64>(row_tile * 2 * blocks) * unit_bytes;
-        for (u32 block = part * blocks / args.parts + warp; block < (part + 1) * blocks / args.parts; block += TRANSFORM_WARPS) {
-            float v[4];
-            load_scaled(v, args, shard, row, block, lane);
-            hadamard128(v, lane);
-            const u32 unit = 2 * block + (lane >> 4);
-            int sum = store_values(v, scale.factor, target + static_cast<u64>(unit) * unit_bytes, shard.arithmetic,
-                                   args.stored_rows, token, lane);
-            if (shard.arithmetic != INTEGER) continue;
-            sum = __reduce_add_sync(lane < 16 ? 0xffffu : 0xffff0000u, sum);
-            if ((lane & 15) == 0) args.sums[shard.sum_block + row * 2 * blocks + unit] = sum;
+        for (u32 first = held ? warp : begin + warp; first < end; first += HELD * TRANSFORM_WARPS) {
+            if (!held)
+                batch.load(args, shard, true, lane, [&](int i) {
+                    return BatchPlace{row, first + i * TRANSFORM_WARPS, first + i * TRANSFORM_WARPS < end};
+                });
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                const u32 block = first + i * TRANSFORM_WARPS, unit = 2 * block + (lane >> 4);
+                if (block < begin || block >= end) continue;
+                if (held && !integer) hadamard128(batch.v[i], lane);
+                int sum = store_values(batch.v[i], scale.factor, target + static_cast<u64>(unit) * unit_bytes, shard.arithmetic,
+                                       args.stored_rows, token, lane);
+                if (!integer) continue;
+                sum = __reduce_add_sync(lane < 16 ? 0xffffu : 0xffff0000u, sum);
+                if ((lane & 15) == 0) args.sums[shard.sum_block + row * 2 * blocks + unit] = sum;
+            }
         }
     }
 }
