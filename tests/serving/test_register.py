@@ -5,6 +5,7 @@ import importlib.util
 import pickle
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -67,12 +68,45 @@ def test_other_plugins_that_serve_exl3_are_found(
     assert register_module.conflicts() == conflict
 
 
-def test_a_conflict_stops_with_one_message_and_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_the_extension_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(register_module, "_registered", False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm_exl3_c" else find(name))
-    with pytest.raises(RuntimeError, match=r"vllm_exl3_c.*uninstall.*VLLM_PLUGINS=exl3"):
+
+
+def install(*entries: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(register_module, "entry_points", lambda group: [OWN, *entries])
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        (leave_the_extension_behind, r"vllm_exl3_c.*uninstall vllm_exl3_c.*VLLM_PLUGINS=exl3\."),
+        (install(_Entry("quantpack", "q:register", "vllm-quantpack")), r"uninstall vllm-quantpack.*VLLM_PLUGINS=exl3\."),
+        (install(_Entry("exl3", "o:register", "other-exl3")), r"uninstall other-exl3.*VLLM_PLUGINS=vllm_exl3\."),
+    ],
+)
+def test_a_conflict_stops_with_one_message_and_both_remedies(
+    monkeypatch: pytest.MonkeyPatch, present: Callable[[pytest.MonkeyPatch], None], message: str
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(register_module, "_registered", False)
+    present(monkeypatch)
+    with pytest.raises(RuntimeError, match=message) as error:
         register_module.register()
+    monkeypatch.setenv("VLLM_PLUGINS", str(error.value).rpartition("VLLM_PLUGINS=")[2].rstrip("."))
+    assert register_module.conflicts() == [], "the remedy that the message names does not help"
+
+
+def test_vllm_gets_here_even_where_another_plugin_takes_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    project = tomllib.loads((PACKS.parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.general_plugins"]
+    ours = [EntryPoint(name, value, "vllm.general_plugins") for name, value in declared.items()]
+    other = EntryPoint("exl3", "json:loads", "vllm.general_plugins")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [*ours, other])
+    assert vllm_exl3.register in load_plugins_by_group("vllm.general_plugins").values()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ __all__ = ["conflicts", "register"]
 
 _GROUP = "vllm.general_plugins"
 _OWN_ENTRY = "vllm_exl3:register"
+_NAME, _SECOND_NAME = "exl3", "vllm_exl3"
+"""This package's entry points. vLLM calls one plugin of each name, the last it finds, so another ``exl3`` can
+shadow the first; the second still gets here and says so."""
 _OTHERS = ("vllm-quantpack", "orcasaq2", "qwen38-exl3-vision", "flint-vllm", "spark-vllm")
 """Distributions that are known to register or patch EXL3 serving."""
 
@@ -24,10 +27,11 @@ def register() -> None:
     if _registered:
         return
     if found := conflicts():
+        shadowed = any(entry.name == _NAME for entry in _others())
         raise RuntimeError(
             f"vllm-exl3 and {', '.join(found)} both serve EXL3 packs, and vLLM would use whichever loads last. "
             f"Either uninstall the other (pip uninstall {' '.join(found)}), "
-            "or let vLLM load only this one: VLLM_PLUGINS=exl3."
+            f"or let vLLM load only this one: VLLM_PLUGINS={_SECOND_NAME if shadowed else _NAME}."
         )
     from vllm.model_executor.layers.quantization import register_quantization_config
 
@@ -41,19 +45,26 @@ def register() -> None:
 
 def conflicts() -> list[str]:
     """Names of other EXL3 plugins that vLLM would load in this process."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    names = set(allowed.split(",")) if allowed is not None else None
-    found = {_distribution(entry) for entry in entry_points(group=_GROUP) if _serves_exl3(entry, names)}
-    # The earlier plugin of the same name leaves this extension behind; it takes effect by import alone.
-    if importlib.util.find_spec("vllm_exl3_c") is not None:
+    found = {_distribution(entry) for entry in _others()}
+    # The earlier plugin of the same name leaves this extension behind. Whoever names the plugins to load knows.
+    if "VLLM_PLUGINS" not in os.environ and importlib.util.find_spec("vllm_exl3_c") is not None:
         found.add("vllm_exl3_c")
     return sorted(found)
 
 
-def _serves_exl3(entry: EntryPoint, allowed: set[str] | None) -> bool:
-    if entry.value.replace(" ", "") == _OWN_ENTRY or (allowed is not None and entry.name not in allowed):
-        return False
-    return entry.name == "exl3" or _distribution(entry).lower().replace("_", "-") in _OTHERS
+def _others() -> list[EntryPoint]:
+    """Entry points of other EXL3 plugins, as far as ``VLLM_PLUGINS`` lets them load."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = allowed.split(",") if allowed is not None else None
+    return [
+        entry
+        for entry in entry_points(group=_GROUP)
+        if entry.value.replace(" ", "") != _OWN_ENTRY and (names is None or entry.name in names) and _serves_exl3(entry)
+    ]
+
+
+def _serves_exl3(entry: EntryPoint) -> bool:
+    return entry.name == _NAME or _distribution(entry).lower().replace("_", "-") in _OTHERS
 
 
 def _distribution(entry: EntryPoint) -> str:
