@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
 from tests.serving.engine import engine, generate, logits_of, model_of
 from vllm_exl3.ops import backends
+from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import Codebook
@@ -158,3 +160,14 @@ def test_tensors_under_a_skip_rule_do_not_reach_the_model(variant: Callable[...,
     ids, logits = golden_logits(ODD)
     with engine(variant(ODD, leave_copies_beside)) as llm:
         assert relative_error(logits_of(llm, ids), logits) <= 1e-3
+
+
+def test_what_must_be_compiled_is_prepared_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[tuple[tuple[int, ...], int]] = []
+    choice = backends.select("linear", "cpu", linear_reference)
+    preparing = replace(choice.backend, prepare=lambda layers, device: prepared.extend(layers))
+    monkeypatch.setitem(backends._choices, ("linear", "cpu"), replace(choice, backend=preparing))
+    with engine(PACKS / ODD) as llm:
+        layers = [layer for layer in model_of(llm).modules() if hasattr(layer, "trellis")]
+        wanted = {(tuple(layer.quant_method.shards), layer.quant_method.layout.input_width) for layer in layers}
+    assert set(prepared) == wanted and len(prepared) == len(wanted) == 5

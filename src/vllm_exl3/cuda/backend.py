@@ -1,5 +1,7 @@
 """Registers the native CUDA kernels as backends of the ops."""
 
+from collections.abc import Iterable
+
 import torch
 
 from vllm_exl3.cuda.compiler import compiler_unavailable
@@ -32,7 +34,12 @@ def unavailable() -> str | None:
 def _register() -> None:
     from vllm_exl3.cuda import linear
 
-    register_backend(Backend("linear", "cuda", "native", linear.linear, unavailable))
+    def prepare(layers: Iterable[tuple[tuple[int, ...], int]], device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        for shards, width in layers:
+            linear.prepare(shards, width, index)
+
+    register_backend(Backend("linear", "cuda", "native", linear.linear, unavailable, prepare))
     register_backend(Backend("dequantize", "cuda", "native", linear.dequantize, unavailable))
 
 

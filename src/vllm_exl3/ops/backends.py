@@ -8,7 +8,7 @@ the first usable one in registration order and keeps what the others answered fo
 import importlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Backend:
         name: what the report and the environment variables call it.
         function: takes the op's arguments.
         unavailable: returns why it cannot run in this process, or None when it can.
+        prepare: makes layers ready to run on a device, given each one's shard layout and input width: what has to
+            be compiled is compiled while the model loads, never in a request. None where nothing is needed.
     """
 
     op: str
@@ -43,6 +45,7 @@ class Backend:
     name: str
     function: Callable[..., Any]
     unavailable: Callable[[], str | None]
+    prepare: Callable[[Iterable[tuple[tuple[int, ...], int]], Any], None] | None = None
 
 
 @dataclass(frozen=True)

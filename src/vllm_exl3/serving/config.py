@@ -16,6 +16,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.linear import linear_reference
+from vllm_exl3 import env
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.names import NameResolver, Resolution
@@ -110,7 +113,8 @@ class Exl3Config(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Exl3Config":
         """Keep the declaration; the pack itself is opened in `maybe_update_config`."""
-        return cls(config)
+        # quantization_config.json holds a record of every tensor too: megabytes to pickle, and never asked for.
+        return cls({key: value for key, value in config.items() if key != "tensor_storage"})
 
     @classmethod
     def override_quantization_method(
@@ -135,7 +139,9 @@ class Exl3Config(QuantizationConfig):
 
         Raises:
             Exl3PackError: the pack is damaged, contradicts itself, or needs what is not served yet.
+            ValueError: an environment variable of this package holds what it does not take.
         """
+        env.validate()
         self.source = str(model_name)
         # The commit pins what a branch name may move away from between here and the download.
         self.revision = getattr(hf_config, "_commit_hash", None) or revision
@@ -143,7 +149,7 @@ class Exl3Config(QuantizationConfig):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
         for refusal in unserved(self.pack):
             raise refusal
-        SourceFormat(self.raw, self.source)  # refuses what it cannot read, before any weight is read
+        self._source()  # refuses what it cannot read, before any weight is read
 
     @property
     def pack(self) -> Pack:
@@ -197,6 +203,18 @@ class Exl3Config(QuantizationConfig):
             orig_to_new_suffix={".su": ".suh", ".sv": ".svh"},
         )
 
+    def layer_ready(self, where: str, layer: torch.nn.Module) -> None:
+        """Note a loaded layer; after the last one, make the kernels ready and log the report."""
+        if self.report.layer_ready(where, layer, self.pack):
+            self._prepare_kernels(next(layer.parameters()).device)
+            self.report.publish()
+
+    def _prepare_kernels(self, device: torch.device) -> None:
+        backend = backends.select("linear", device.type, linear_reference).backend
+        if backend.prepare is not None:
+            layouts = [layout for _, layout in self.report.layers.values()]
+            backend.prepare(dict.fromkeys((layout.shards, layout.input_width) for layout in layouts), device)
+
     def verify_names(self) -> None:
         """Once the model is built: every EXL3 tensor must have found its layer.
 
@@ -234,7 +252,8 @@ class Exl3Config(QuantizationConfig):
 
     def _source(self) -> SourceFormat:
         if self._source_format is None:
-            self._source_format = SourceFormat(self.raw, str(self.source))
+            # vLLM hands over config.json's block alone; quantization_config.json may say more.
+            self._source_format = SourceFormat({**self.pack.quantization, **self.raw}, str(self.source))
         return self._source_format
 
     def _head_method(self, prefix: str) -> QuantizeMethodBase | None:
@@ -248,9 +267,13 @@ class Exl3Config(QuantizationConfig):
 
     def _attach_head(self) -> None:
         """Where the model class builds no head, let the embedding it multiplies by carry the pack's own."""
+        from vllm.distributed import get_pp_group
+
         key = self._own_head_key()
         if key is None or key in self._claimed or len(self._embeddings) != 1:
             return
+        if not get_pp_group().is_last_rank:
+            return  # the head is another pipeline stage's
         table = next((name for name in self.pack.dense if name.rpartition(".")[2] == "embed_tokens"), None)
         resolution = self.resolve(self._map_name(f"{key}.trellis").removesuffix(".trellis"))
         if table is None or resolution is None:

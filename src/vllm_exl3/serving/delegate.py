@@ -41,6 +41,8 @@ class SourceFormat:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self._where = where
         self._spec = raw.get("non_routed_quantization") or None
+        if self._spec is not None and not isinstance(self._spec, Mapping):
+            raise self._fault(f"non_routed_quantization {self._spec!r}", "the source model's quantization_config")
         self._policy = self._choice(raw, "non_routed_dtype_policy", "", _AS_STORED)
         self._draft_experts = self._choice(raw, "mtp_experts", "exl3", "source")
         self._draft_start = raw.get("mtp_experts_start_layer")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_exl3.ops.shards import Shard
+from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear
@@ -124,6 +124,16 @@ class Layout:
     def dense_slots(self) -> list[DenseSlot]:
         """The slots that hold 16-bit weights, in output order."""
         return [slot for slot in self.slots if isinstance(slot, DenseSlot)]
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The layout of the EXL3 slots as the ops take it."""
+        return tuple(pack_shards(slot.shard for slot in self.exl3_slots))
+
+    @property
+    def input_width(self) -> int:
+        """Channels of the input that the op gets."""
+        return self.row_offset + self.rows[1]
 
     @property
     def row_offset(self) -> int:

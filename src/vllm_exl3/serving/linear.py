@@ -14,7 +14,6 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
 import vllm_exl3.ops.linear  # noqa: F401  registers torch.ops.vllm_exl3.linear
-from vllm_exl3.ops.shards import pack_shards
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.stored import TILE, Codebook
@@ -74,7 +73,7 @@ class Exl3LinearMethod(LinearMethodBase):
     ) -> None:
         """Register the parameters for these outputs and input rows (start, size, total)."""
         self.layout = layout = Layout(self.where, self.parts, outputs, rows)
-        self.shards = pack_shards(slot.shard for slot in layout.exl3_slots)
+        self.shards = list(layout.shards)
         self.layer_class = type(layer).__name__
         sizes = layout.sizes
         _register(layer, "trellis", torch.empty(sizes["trellis"], dtype=torch.int16), self.load_trellis)
@@ -141,7 +140,7 @@ class Exl3LinearMethod(LinearMethodBase):
         """Refuse a layer that would serve noise because tensors of it never came."""
         self.loaded.check(self.parts)
         check_overwritten(self.where, suh=layer.suh, svh=layer.svh)
-        self.config.report.layer_ready(self.where, layer, self.config.pack)
+        self.config.layer_ready(self.where, layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., in]`` times the layer's weights, plus ``bias``, as ``[..., out]`` in the dtype of ``x``."""

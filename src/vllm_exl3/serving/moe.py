@@ -199,7 +199,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
         if is_laguna(self.config.pack.config):
             self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
-        self.config.report.experts_ready(self.where, layer, self.config.pack)
+        self.config.layer_ready(self.where, layer)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: vLLM's own expert kernels are not used."""

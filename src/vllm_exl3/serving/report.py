@@ -52,26 +52,27 @@ class Report:
         """Note a linear layer that the pack stores in 16 bits."""
         self.dense.append(where)
 
-    def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> None:
-        """Note a loaded layer; after the last one, log the block."""
-        self._ready(where, pack, [layer.trellis], [layer.suh, layer.svh])
+    def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> bool:
+        """Note a loaded layer, dense or routed experts.
 
-    def experts_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> None:
-        """Note a layer's loaded routed experts; after the last layer, log the block."""
-        scales = [layer.w13_suh, layer.w13_svh, layer.w2_suh, layer.w2_svh]
-        self._ready(where, pack, [layer.w13_trellis, layer.w2_trellis], scales)
-
-    def _ready(self, where: str, pack: "Pack", trellises: list[torch.Tensor], scales: list[torch.Tensor]) -> None:
+        Returns:
+            Whether it was the last one that was waited for.
+        """
         if where not in self._waiting:
-            return
+            return False
         self._waiting.discard(where)
-        self.pack, self.device = pack, trellises[0].device.type
-        self.bytes["trellis"] += sum(trellis.nbytes for trellis in trellises)
-        self.bytes["scales"] += sum(scale.nbytes for scale in scales)
-        if not self._waiting:
-            _reports.append(self)
-            if _is_first_rank():
-                logger.info("%s", self.text())
+        self.pack, self.device = pack, next(layer.parameters()).device.type
+        for name, parameter in layer.named_parameters(recurse=False):
+            kind = "trellis" if name.endswith("trellis") else "scales" if name.endswith(("suh", "svh")) else None
+            if kind is not None:
+                self.bytes[kind] += parameter.nbytes
+        return not self._waiting
+
+    def publish(self) -> None:
+        """Log the block, once a rank group, and keep the report for `runtime_diagnostics`."""
+        _reports.append(self)
+        if _is_first_rank():
+            logger.info("%s", self.text())
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain data."""
