@@ -95,7 +95,9 @@ def build(
     for name, value in options.items():
         setattr(module, name, value)
     report = Report()
-    config = SimpleNamespace(pack=pack, report=report)
+    config = SimpleNamespace(
+        pack=pack, report=report, layer_ready=lambda where, layer: report.layer_ready(where, layer, pack)
+    )
     module.quant_method = Exl3MoEMethod(config, f"{MLP}.experts", module, pack.experts[MLP])
     module.quant_method.create_weights(
         module, len(local), layer.hidden, -(-layer.intermediate // ranks), torch.float32, weight_loader=None
