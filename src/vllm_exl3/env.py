@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["CPU_ISA", "LINEAR_KERNEL", "MOE_KERNEL", "VARIABLES", "Variable"]
+__all__ = ["CACHE", "CPU_ISA", "LINEAR_KERNEL", "MOE_KERNEL", "VARIABLES", "Variable", "validate"]
 
 T = TypeVar("T")
 
@@ -91,3 +91,13 @@ CACHE = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL, MOE_KERNEL, CPU_ISA, CACHE)  # type: ignore[assignment]
 """All of them, for the doctor and the documentation."""
+
+
+def validate() -> None:
+    """Read every variable once, so that a typo stops start-up rather than a half-loaded model.
+
+    Raises:
+        ValueError: a variable is set to something it does not take.
+    """
+    for variable in VARIABLES:
+        variable.get()

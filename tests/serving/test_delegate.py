@@ -1,5 +1,6 @@
 """Layers that a pack keeps in its source model's format: who serves them, and what is refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.utils import set_weight_attrs
@@ -18,6 +19,7 @@ from tests.serving.engine import engine, logits_of, model_of
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.delegate import SourceFormat
 
 PACK = "qwen3_moe-3.0-mul1"
@@ -130,6 +132,7 @@ def test_a_policy_serves_sixteen_bits_as_stored(variant: Callable[..., Path]) ->
     ("keys", "message"),
     [
         ({"non_routed_dtype_policy": "as_is"}, "non_routed_dtype_policy 'as_is'; expected '' or 'bf16_as_stored'"),
+        ({"non_routed_quantization": "fp8"}, "non_routed_quantization 'fp8'; expected the source model's"),
         ({"mtp_experts": "fp4"}, "mtp_experts 'fp4'; expected 'exl3' or 'source'"),
         ({"mtp_experts_start_layer": "40"}, "mtp_experts_start_layer '40'; expected the number of a layer"),
     ],
@@ -137,6 +140,17 @@ def test_a_policy_serves_sixteen_bits_as_stored(variant: Callable[..., Path]) ->
 def test_keys_without_a_meaning_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(Exl3PackError, match=message):
         SourceFormat(keys, "pack")
+
+
+def test_a_format_that_only_the_sidecar_declares_is_not_forgotten(variant: Callable[..., Path]) -> None:
+    """vLLM hands over config.json's block; without the sidecar's, scaled weights would be served as they stand."""
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    folder = variant(PACK, in_rows)
+    (folder / "quantization_config.json").write_text(json.dumps({"non_routed_quantization": SOURCE}))
+    config = Exl3Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
+    config.maybe_update_config(str(folder))
+    source = config._source()
+    assert isinstance(source.linear(layer, "model.layers.0.self_attn.qkv_proj", [], [], {}), RowsMethod)
 
 
 def test_a_format_that_vllm_does_not_know_is_refused() -> None:

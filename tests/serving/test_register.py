@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 import vllm_exl3
 from tests.serving.conftest import PACKS
+from vllm_exl3 import env
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.serving import register as register_module
 from vllm_exl3.serving.config import Exl3Config
@@ -81,7 +83,10 @@ def install(*entries: Any) -> Callable[[pytest.MonkeyPatch], None]:
     ("present", "message"),
     [
         (leave_the_extension_behind, r"vllm_exl3_c.*uninstall vllm_exl3_c.*VLLM_PLUGINS=exl3\."),
-        (install(_Entry("quantpack", "q:register", "vllm-quantpack")), r"uninstall vllm-quantpack.*VLLM_PLUGINS=exl3\."),
+        (
+            install(_Entry("quantpack", "q:register", "vllm-quantpack")),
+            r"uninstall vllm-quantpack.*VLLM_PLUGINS=exl3\.",
+        ),
         (install(_Entry("exl3", "o:register", "other-exl3")), r"uninstall other-exl3.*VLLM_PLUGINS=vllm_exl3\."),
     ],
 )
@@ -137,6 +142,41 @@ def test_a_pickled_config_is_small_and_opens_its_pack_again() -> None:
     restored = pickle.loads(data)
     assert "lm_head" in restored.pack.linears
     assert restored.resolve("lm_head") is not None
+
+
+def test_the_record_of_every_tensor_is_not_pickled() -> None:
+    sidecar = json.loads((PACKS / "llama_tied-3.0-mul1" / "quantization_config.json").read_text())
+    assert sidecar["tensor_storage"]
+    config = Exl3Config.from_config(sidecar)
+    assert config.raw == {key: value for key, value in sidecar.items() if key != "tensor_storage"}
+
+
+@pytest.mark.parametrize(("last_rank", "attached"), [(True, ["lm_head"]), (False, [])])
+def test_only_the_last_pipeline_stage_gives_its_embedding_the_head(
+    monkeypatch: pytest.MonkeyPatch, last_rank: bool, attached: list[str]
+) -> None:
+    """A stage without the head builds none either; that must not be taken for a model class that has none."""
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(world_size=2, is_last_rank=last_rank))
+    heads: list[str] = []
+    method = SimpleNamespace(attach_head=lambda layer, where, parts: heads.append(where))
+    config = opened()
+    config._embeddings.append((SimpleNamespace(), method))  # type: ignore[arg-type]
+    mapper = config.get_checkpoint_weight_mapper()
+    assert heads == attached
+    wanted = "model.embed_tokens.trellis" if last_rank else "lm_head.trellis"
+    assert mapper.map_name("lm_head.trellis") == wanted
+
+
+@pytest.mark.parametrize("variable", env.VARIABLES, ids=lambda variable: variable.name)
+def test_a_value_that_is_not_taken_stops_before_the_pack_is_opened(
+    monkeypatch: pytest.MonkeyPatch, variable: env.Variable[object]
+) -> None:
+    try:
+        variable.parse("no such choice")
+    except ValueError:
+        monkeypatch.setenv(variable.name, "no such choice")
+        with pytest.raises(ValueError, match=f"{variable.name}='no such choice': expected"):
+            Exl3Config({}).maybe_update_config("/no/such/pack")
 
 
 def test_a_copy_shares_no_state_with_the_original() -> None:

@@ -16,9 +16,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
+from vllm_exl3 import env
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
-from vllm_exl3 import env
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.names import NameResolver, Resolution
