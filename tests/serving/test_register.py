@@ -167,16 +167,11 @@ def test_only_the_last_pipeline_stage_gives_its_embedding_the_head(
     assert mapper.map_name("lm_head.trellis") == wanted
 
 
-@pytest.mark.parametrize("variable", env.VARIABLES, ids=lambda variable: variable.name)
-def test_a_value_that_is_not_taken_stops_before_the_pack_is_opened(
-    monkeypatch: pytest.MonkeyPatch, variable: env.Variable[object]
-) -> None:
-    try:
-        variable.parse("no such choice")
-    except ValueError:
-        monkeypatch.setenv(variable.name, "no such choice")
-        with pytest.raises(ValueError, match=f"{variable.name}='no such choice': expected"):
-            Exl3Config({}).maybe_update_config("/no/such/pack")
+@pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable.parse is not str])
+def test_a_value_that_is_not_taken_stops_before_the_pack_is_opened(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "no such choice")
+    with pytest.raises(ValueError, match=f"{name}='no such choice': expected"):
+        Exl3Config({}).maybe_update_config("/no/such/pack")
 
 
 def test_a_copy_shares_no_state_with_the_original() -> None:
