@@ -36,7 +36,7 @@ def test_logits_are_exllamav3s(name: str) -> None:
     served = {(op, backend) for op, backend, _ in backends.calls()}
     assert served == {("linear", expected_backend())}
     model = runtime_diagnostics()["models"][-1]
-    assert model["dense_linears"] == []
+    assert model["dense_linears"] == {}
     assert model["pack"] == str(PACKS / name)
 
 

@@ -1,5 +1,6 @@
 """Registration, selection and life of the quantization config, without an engine."""
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -23,6 +24,7 @@ import vllm_exl3
 from tests.serving.conftest import PACKS
 from vllm_exl3 import env
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.serving import register as register_module
 from vllm_exl3.serving.config import Exl3Config
 
@@ -156,7 +158,9 @@ def test_only_the_last_pipeline_stage_gives_its_embedding_the_head(
     monkeypatch: pytest.MonkeyPatch, last_rank: bool, attached: list[str]
 ) -> None:
     """A stage without the head builds none either; that must not be taken for a model class that has none."""
-    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(world_size=2, is_last_rank=last_rank))
+    group = SimpleNamespace(world_size=2, is_last_rank=last_rank, rank_in_group=int(last_rank))
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: group)
+    monkeypatch.setattr(NameResolver, "raise_if_unmatched", lambda *_: None)
     heads: list[str] = []
     method = SimpleNamespace(attach_head=lambda layer, where, parts: heads.append(where))
     config = opened()
@@ -165,6 +169,33 @@ def test_only_the_last_pipeline_stage_gives_its_embedding_the_head(
     assert heads == attached
     wanted = "model.embed_tokens.trellis" if last_rank else "lm_head.trellis"
     assert mapper.map_name("lm_head.trellis") == wanted
+
+
+LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "built", "missed"),
+    [
+        (0, [0], None),
+        (0, [], r"model\.layers\.0\."),
+        (1, [1, "lm_head"], None),
+        (1, [0, "lm_head"], r"model\.layers\.1\."),
+        (1, [1], r"\(lm_head\)"),
+    ],
+)
+def test_each_pipeline_stage_misses_its_own_layers_only(
+    monkeypatch: pytest.MonkeyPatch, stage: int, built: list[int | str], missed: str | None
+) -> None:
+    group = SimpleNamespace(world_size=2, is_last_rank=stage == 1, rank_in_group=stage)
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: group)
+    config = opened()
+    for part in built:
+        for prefix in [part] if isinstance(part, str) else [f"model.layers.{part}.{name}" for name in LAYER]:
+            assert config.resolve(prefix) is not None
+    with pytest.raises(Exl3PackError, match=missed) if missed else contextlib.nullcontext():
+        config.verify_names()
 
 
 @pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable.parse is not str])

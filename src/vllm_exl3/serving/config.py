@@ -6,12 +6,12 @@ carries only where the pack is; headers are read again there (and memoised per f
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
@@ -21,18 +21,20 @@ from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
-from vllm_exl3.pack.names import NameResolver, Resolution
+from vllm_exl3.pack.names import NameResolver, Part, Resolution
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.report import Report
-from vllm_exl3.serving.skipping import SkippedTensors, is_draft
+from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
 
 __all__ = ["Exl3Config"]
 
 logger = logging.getLogger("vllm.exl3")
+
+_DECLARED = "in the format that non_routed_quantization declares"
 
 _PER_PROCESS = (
     "_pack",
@@ -226,29 +228,36 @@ class Exl3Config(QuantizationConfig):
         self._names_verified = True
         self._attach_head()
         self._source().check(self.pack, self._map_name)
-        from vllm.distributed import get_pp_group
-
-        if get_pp_group().world_size == 1:
-            names = self._names()
-            names.draft = is_draft(self.pack, self._claimed)
-            names.raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else None)
+        names = self._names()
+        names.draft = is_draft(self.pack, self._claimed)
+        elsewhere = OtherStages(self.pack)
+        names.raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else elsewhere.reason(key))
 
     def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
         resolution = self.resolve(prefix)
         parts = resolution.parts if resolution is not None else ()
         if all(part.linear is None for part in parts):
-            self.report.add_dense(prefix)
             keys = [part.key for part in parts]
-            return self._source().linear(layer, prefix, keys, self._mappers, self.packed_modules_mapping)
+            method = self._source().linear(layer, prefix, keys, self._mappers, self.packed_modules_mapping)
+            self.report.add_dense(prefix, self._why_dense(method, parts))
+            return method
         return Exl3LinearMethod(self, prefix, parts)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
         group = self._names().resolve_experts(prefix)
         if group is None:
-            self.report.add_dense(prefix)
-            return self._source().experts(layer, prefix, self._mappers, self.packed_modules_mapping)
+            method = self._source().experts(layer, prefix, self._mappers, self.packed_modules_mapping)
+            self.report.add_dense(prefix, "no EXL3 experts stored" if method is None else _DECLARED)
+            return method
         self._claimed.update(key for roles in group.members.values() for key in roles.values())
         return Exl3MoEMethod(self, prefix, layer, group)
+
+    @staticmethod
+    def _why_dense(method: QuantizeMethodBase, parts: Sequence[Part]) -> str:
+        if not isinstance(method, UnquantizedLinearMethod):
+            return _DECLARED
+        dtypes = dict.fromkeys(part.dense.dtype for part in parts if part.dense is not None)
+        return f"stored as {' and '.join(dtypes)}" if dtypes else "nothing of this name stored"
 
     def _source(self) -> SourceFormat:
         if self._source_format is None:
@@ -258,7 +267,10 @@ class Exl3Config(QuantizationConfig):
 
     def _head_method(self, prefix: str) -> QuantizeMethodBase | None:
         resolution = self.resolve(prefix or "lm_head")
-        if resolution is None or resolution.parts[0].linear is None:
+        if resolution is None:
+            return None
+        if resolution.parts[0].linear is None:
+            self.report.add_dense(prefix or "lm_head", self._why_dense(UnquantizedLinearMethod(), resolution.parts))
             return None
         return Exl3HeadMethod(self, prefix or "lm_head", resolution.parts)
 

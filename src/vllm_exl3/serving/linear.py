@@ -91,7 +91,7 @@ class Exl3LinearMethod(LinearMethodBase):
             object.__setattr__(layer, "weight_packed", layer.trellis)
         if any(part.linear is not None and part.linear.bias is not None for part in self.parts):
             layer.weight_loader = _trimming_loader(layer.weight_loader, self)
-        self.config.report.add_layer(self.where, self.layer_class, layout)
+        self.config.report.add_layer(self.where, layer, layout)
 
     def load_trellis(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
         """Copy this rank's blocks of one stored trellis ``[in/16, out/16, 16·K]``."""

@@ -5,7 +5,9 @@ is loaded, by the first rank.
 """
 
 import logging
+import weakref
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,14 +35,16 @@ class Report:
         self.pack: Pack | None = None
         self.layers: dict[str, tuple[str, Layout]] = {}
         self.experts: dict[str, ExpertLayout] = {}
-        self.dense: list[str] = []
+        self.dense: dict[str, str] = {}
         self.device: str | None = None
         self.bytes: Counter[str] = Counter()
         self._waiting: set[str] = set()
+        self._built: dict[str, weakref.ref[torch.nn.Module]] = {}
 
-    def add_layer(self, where: str, layer_class: str, layout: "Layout") -> None:
+    def add_layer(self, where: str, layer: torch.nn.Module, layout: "Layout") -> None:
         """Note a layer that is built but not loaded yet."""
-        self.layers[where] = (layer_class, layout)
+        self.layers[where] = (type(layer).__name__, layout)
+        self._built[where] = weakref.ref(layer)
         self._waiting.add(where)
 
     def add_experts(self, where: str, layout: "ExpertLayout") -> None:
@@ -48,9 +52,9 @@ class Report:
         self.experts[where] = layout
         self._waiting.add(where)
 
-    def add_dense(self, where: str) -> None:
-        """Note a linear layer that the pack stores in 16 bits."""
-        self.dense.append(where)
+    def add_dense(self, where: str, why: str) -> None:
+        """Note a layer that is not EXL3, and how it is served instead."""
+        self.dense[where] = why
 
     def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> bool:
         """Note a loaded layer, dense or routed experts.
@@ -66,7 +70,17 @@ class Report:
             kind = "trellis" if name.endswith("trellis") else "scales" if name.endswith(("suh", "svh")) else None
             if kind is not None:
                 self.bytes[kind] += parameter.nbytes
-        return not self._waiting
+        if not all(self._is_left_out(other) for other in self._waiting):
+            return False
+        for other in self._waiting:
+            del self.layers[other]
+        self._waiting.clear()
+        return True
+
+    def _is_left_out(self, where: str) -> bool:
+        """Whether vLLM dropped a built layer before loading: a tower it does not run, a pooling model's head."""
+        layer = self._built[where]() if where in self._built else None
+        return where in self.layers and (layer is None or all(parameter.is_meta for parameter in layer.parameters()))
 
     def publish(self) -> None:
         """Log the block, once a rank group, and keep the report for `runtime_diagnostics`."""
@@ -100,7 +114,7 @@ class Report:
             "head_bits": self._head_bits(),
             "layer_classes": dict(classes),
             "experts": self._experts(),
-            "dense_linears": sorted(self.dense),
+            "dense_linears": dict(sorted(self.dense.items())),
             "kernels": self._kernels(),
             "bytes": dict(self.bytes),
         }
@@ -114,11 +128,11 @@ class Report:
         lines = [
             f"vllm-exl3 {facts['version']} serves {facts['pack']}"
             + (f" at {facts['commit'][:12]}" if facts["commit"] else ""),
-            f"  quantizer  exllamav3 {facts['quantizer'] or 'unknown'}, codebook {codebooks}",
+            f"  quantizer  {_quantizer(facts['quantizer'])}, codebook {codebooks}",
             f"  weights    by bits {bits}; average {facts['average_bits']:.2f}"
-            + (f", head {facts['head_bits']:g}" if facts["head_bits"] else ", head in 16 bits"),
+            + (f", head {facts['head_bits']:g}" if facts["head_bits"] else ", no EXL3 head on this rank"),
             f"  layers     {classes or 'routed experts only'}",
-            f"  dense      {_some(facts['dense_linears'])}",
+            f"  dense      {_by_reason(facts['dense_linears'])}",
         ]
         if experts := facts["experts"]:
             mixed = ", ".join(f"K {bits}: {share:.0%}" for bits, share in experts["weights_by_bits"].items())
@@ -174,11 +188,23 @@ def runtime_diagnostics() -> dict[str, object]:
     return {"version": __version__, "models": [report.as_dict() for report in _reports], "calls": calls}
 
 
-def _some(names: list[str], limit: int = 4) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _quantizer(version: str | None) -> str:
+    """Who wrote the pack: exllamav3 states its bare version, others put their name before theirs."""
+    if version is None:
+        return "unknown"
+    return f"exllamav3 {version}" if version[:1].isdigit() else version
+
+
+def _by_reason(dense: Mapping[str, str], limit: int = 4) -> str:
+    """Layers that are not EXL3, by how they are served."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for where, why in dense.items():
+        groups[why].append(where)
+    parts = []
+    for why, names in groups.items():
+        more = f" and {len(names) - limit} more" if len(names) > limit else ""
+        parts.append(f"{why}: {', '.join(names[:limit])}{more}")
+    return "; ".join(parts) or "none"
 
 
 def _is_first_rank() -> bool:

@@ -1,11 +1,12 @@
-"""Tensors that are left out of the weight stream on purpose, under the rules that `inspect` shows."""
+"""What this process leaves out on purpose: tensors under the rules that `inspect` shows, other pipeline stages."""
 
 from collections.abc import Set
 
 from vllm_exl3.pack import Pack
-from vllm_exl3.pack.skip import Skipper
+from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, main_layers
+from vllm_exl3.pack.spelling import is_head_name
 
-__all__ = ["SkippedTensors", "is_draft"]
+__all__ = ["OtherStages", "SkippedTensors", "is_draft"]
 
 
 def is_draft(pack: Pack, claimed: Set[str]) -> bool:
@@ -32,3 +33,30 @@ class SkippedTensors:
     def search(self, name: str) -> bool:
         """Whether this stored tensor is skipped; names that a model class has already changed are not."""
         return name in self._known and self._skipper.rule_for_tensor(name, draft=self._draft) is not None
+
+
+class OtherStages:
+    """Modules that another pipeline stage builds.
+
+    Decoder layers and the head are known to the layer. Of the rest (towers, projectors) model classes decide for
+    themselves which stage has it, so with more than one stage none of it is missed.
+
+    Args:
+        pack: the pack that is being loaded.
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        from vllm.distributed import get_pp_group
+        from vllm.distributed.utils import get_pp_indices
+
+        group = get_pp_group()
+        self._alone = group.world_size == 1
+        self._last = group.is_last_rank
+        layers = main_layers(pack.config)
+        self._own = range(0) if self._alone else range(*get_pp_indices(layers, group.rank_in_group, group.world_size))
+
+    def reason(self, key: str) -> str | None:
+        """Why this process need not build a module, or None where it must."""
+        match = MAIN_LAYER.match(f"{key}.")
+        mine = int(match[1]) in self._own if match else self._last and is_head_name(key)
+        return None if self._alone or mine else "another pipeline stage"

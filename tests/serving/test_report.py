@@ -1,0 +1,71 @@
+"""The start-up report: when it appears, and what it says of the writer and of layers that are not EXL3."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import Module, Parameter
+
+from tests.serving.conftest import PACKS
+from vllm_exl3.pack import Pack
+from vllm_exl3.pack.names import NameResolver
+from vllm_exl3.serving.layout import Layout, Output
+from vllm_exl3.serving.report import Report
+
+SAMPLE = "llama_tied-3.0-mul1"
+
+
+def layer_and_layout(key: str) -> tuple[Module, Layout]:
+    resolution = NameResolver(Pack.open(PACKS / SAMPLE)).resolve(key)
+    assert resolution is not None
+    linear = resolution.linears[0]
+    width, inputs = linear.out_features, linear.in_features
+    layout = Layout(key, resolution.parts, [Output(width, 0, width)], (0, inputs, inputs))
+    layer = Module()
+    layer.trellis = Parameter(torch.empty(layout.sizes["trellis"], dtype=torch.int16), requires_grad=False)
+    return layer, layout
+
+
+def test_a_layer_that_vllm_drops_is_not_waited_for() -> None:
+    """Pooling models move their head to the meta device, as others do towers that are not run."""
+    names = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    built = {name: layer_and_layout(name) for name in names}
+    report = Report()
+    for name, (layer, layout) in built.items():
+        report.add_layer(name, layer, layout)
+    pack = Pack.open(PACKS / SAMPLE)
+    gate, up, down = (built[name][0] for name in names)
+    assert not report.layer_ready(names[1], up, pack), "gate and down are still to come"
+    gate.to("meta")
+    assert report.layer_ready(names[2], down, pack)
+    assert sorted(report.layers) == sorted(names[1:])
+    assert report.bytes["trellis"] == up.trellis.nbytes + down.trellis.nbytes
+
+
+def test_a_layer_that_no_longer_exists_is_not_waited_for() -> None:
+    report = Report()
+    layer, layout = layer_and_layout("model.layers.0.mlp.gate_proj")
+    report.add_layer("gone", layer, layout)
+    del layer
+    kept, layout = layer_and_layout("model.layers.0.mlp.down_proj")
+    report.add_layer("kept", kept, layout)
+    assert report.layer_ready("kept", kept, Pack.open(PACKS / SAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [("1.6.5", "exllamav3 1.6.5"), ("vllm-exl3 0.1.0", "quantizer  vllm-exl3 0.1.0"), (None, "quantizer  unknown")],
+)
+def test_the_report_names_the_writer_and_why_layers_are_dense(version: str | None, shown: str) -> None:
+    report = Report()
+    layer, layout = layer_and_layout("model.layers.0.mlp.down_proj")
+    report.add_layer("down", layer, layout)
+    for number in range(6):
+        report.add_dense(f"gate.{number}", "stored as BF16")
+    report.add_dense("visual.qkv", "nothing of this name stored")
+    pack = SimpleNamespace(source="pack", commit=None, quantization={"version": version})
+    assert report.layer_ready("down", layer, pack)  # type: ignore[arg-type]
+    text = report.text()
+    assert shown in text
+    assert "stored as BF16: gate.0, gate.1, gate.2, gate.3 and 2 more; nothing of this name stored: visual.qkv" in text
+    assert "no EXL3 head on this rank" in text
