@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
 from tests.serving.engine import engine, generate, logits_of, model_of
+from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack.codec import dense_weight
@@ -122,6 +126,18 @@ def test_tensors_that_no_module_asks_for_are_refused_with_samples(variant: Calla
     folder = variant(ODD, config=lambda config: config.update(num_hidden_layers=1))
     with pytest.raises(Exl3PackError, match=r"model\.layers\.1\."), engine(folder):
         pass
+
+
+def test_a_pooling_model_does_without_the_head(variant: Callable[..., Path]) -> None:
+    """vLLM builds it, moves it to the meta device and leaves it out of the model."""
+    folder = variant(ODD)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)  # vLLM pools nothing without one
+    with engine(folder, runner="pooling", convert="embed", skip_tokenizer_init=False) as llm:
+        (output,) = llm.embed([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
+        assert torch.tensor(output.outputs.embedding).norm() == pytest.approx(1, abs=1e-3)
+    model = runtime_diagnostics()["models"][-1]
+    assert model["pack"] == str(folder) and model["head_bits"] is None
 
 
 def test_dummy_weights_need_no_loader() -> None:

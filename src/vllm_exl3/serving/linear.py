@@ -138,6 +138,8 @@ class Exl3LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Refuse a layer that would serve noise because tensors of it never came."""
+        if layer.trellis.is_meta:
+            return  # vLLM built the layer and left it out: a pooling model's head, a tower that is not run
         self.loaded.check(self.parts)
         check_overwritten(self.where, suh=layer.suh, svh=layer.svh)
         self.config.layer_ready(self.where, layer)
