@@ -175,6 +175,15 @@ def test_a_wanted_backend_that_cannot_run_is_an_error(fresh_backends: None, monk
         backends.select("linear", "cpu", linear_module.linear_reference)
 
 
+def test_a_wanted_backend_that_does_not_exist_names_those_that_do(
+    fresh_backends: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_LINEAR_KERNEL", "exllamav3")
+    backends.register_backend(_backend("native", None))
+    with pytest.raises(RuntimeError, match=r"no such kernel for this device, only native, reference\)"):
+        backends.select("linear", "cpu", linear_module.linear_reference)
+
+
 def test_an_unknown_value_is_an_error_naming_the_variable(
     fresh_backends: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

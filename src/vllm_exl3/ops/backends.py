@@ -107,10 +107,11 @@ def _choose(op: str, device: str, reference: Callable[..., Any]) -> Choice:
             declined[backend.name] = reason
         else:
             return Choice(backend, declined)
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in declined.items())
+    # Only the wanted one's reason tells anything: the others were declined because they are not it.
+    reason = declined.get(wanted, f"there is no such kernel for this device, only {', '.join(declined)}")
     raise RuntimeError(
-        f"{variable.name}={wanted} cannot serve {op} on {device} ({reasons}). "
-        "Set it to auto, or install what the reason names."
+        f"{variable.name}={wanted} cannot serve {op} on {device} ({reason}). "
+        "Set it to auto, or do what the reason asks for."
     )
 
 
