@@ -3,6 +3,7 @@
 #include <new>
 
 #include "decode.h"
+#include "encode.h"
 #include "format.h"
 #include "isa.h"
 #include "linear.h"
@@ -83,4 +84,13 @@ int exl3_hadamard(float* values, int64_t blocks, int threads) {
         exl3::kernels().hadamard(values + first * BLOCK, blocks - first < piece ? blocks - first : piece);
     });
     return OK;
+}
+
+int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t columns, int half_bits, int codebook,
+                uint16_t* trellis, double* squared_error, int threads) {
+    if (!valid({half_bits, codebook, rows, columns, 0, 0})) return BAD_SHARD;
+    return guarded([&] {
+        *squared_error =
+            exl3::encode(exl3::kernels(), weights, stride, rows, columns, half_bits, codebook, trellis, threads);
+    });
 }

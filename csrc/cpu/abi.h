@@ -53,3 +53,8 @@ EXL3_API int exl3_dequantize(const exl3_shard* shards, int shard_count, const ui
 
 // Rotates every 128 consecutive floats in place, scaled by 1/sqrt(128).
 EXL3_API int exl3_hadamard(float* values, int64_t blocks, int threads);
+
+// Encodes weights [rows][stride] (multiples of 128, rotated, scaled for the codebook) to a trellis
+// [rows / 16][columns / 16][16·K]; *squared_error gets the sum of the squared errors.
+EXL3_API int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t columns, int half_bits,
+                         int codebook, uint16_t* trellis, double* squared_error, int threads);

@@ -88,6 +88,33 @@ struct FinishTask {
     int first, size;  // columns of the block that are returned
 };
 
+constexpr int ENCODE_TILES = 2;   // tiles that `viterbi` advances together, sharing its reads of the codebook
+constexpr int ENCODE_GROUP = 32;  // edges whose candidates lie together in the codebook's order
+
+// One step of the encoder's search. Edges are the state's bits that the next state keeps; costs are
+// squared errors in the encoder's units, relative to an arbitrary start, and never wrap: either they
+// stop at 65535, or differences are clamped so that they stay below.
+struct ViterbiTask {
+    // [edges / ENCODE_GROUP][entries][ENCODE_GROUP]: the value of state entry · edges + edge, the
+    // edges of a group in the order of `edge_of_lane`.
+    const int16_t* values;
+    int edges;     // edges that leave: 2^(16 - the next position's new bits)
+    int entries;   // states that lead to one of them
+    int in_shift;  // new bits of this position: state >> in_shift is the edge it came from
+    int16_t clamp;  // differences beyond it cost no more; 0: squares of all fit 16 bits, sums saturate
+    int16_t target[ENCODE_TILES];
+    const uint16_t* from[ENCODE_TILES];  // costs of the edges that arrive
+    uint16_t* to[ENCODE_TILES];          // costs of the edges that leave
+    uint16_t least[ENCODE_TILES];        // out: the least of them
+};
+
+// Edge within its group of the i-th lane. Lanes that came from the same edge are spread, so that a
+// broadcast of the group's arriving costs, as they lie in memory, meets the right lanes.
+constexpr int edge_of_lane(int in_shift, int i) {
+    const int arriving = in_shift < 5 ? 32 >> in_shift : 1;
+    return in_shift < 5 ? i % arriving << in_shift | i / arriving : i;
+}
+
 // Column within its tile of the i-th of 16 sums: tiles hold columns c and c + 8 side by side.
 constexpr int column_of_sum(int i) { return i / 2 + 8 * (i % 2); }
 
@@ -101,6 +128,7 @@ struct Kernels {
     void (*finish)(const FinishTask&);
     // In place, over each 128 consecutive floats, scaled by 1/sqrt(128).
     void (*hadamard)(float* values, int64_t blocks);
+    void (*viterbi)(ViterbiTask&);
 };
 
 extern const Kernels kernels_scalar;

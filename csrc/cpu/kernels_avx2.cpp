@@ -2,9 +2,10 @@
 #include "simd_avx2.h"
 
 #include "linear_kernels.h"
+#include "viterbi_kernels.h"
 
 namespace exl3 {
 
-const Kernels kernels_avx2 = {"avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard};
+const Kernels kernels_avx2 = {"avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi};
 
 }  // namespace exl3

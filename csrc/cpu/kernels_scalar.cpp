@@ -2,9 +2,10 @@
 #include "simd_portable.h"
 
 #include "linear_kernels.h"
+#include "viterbi_kernels.h"
 
 namespace exl3 {
 
-const Kernels kernels_scalar = {"scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard};
+const Kernels kernels_scalar = {"scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi};
 
 }  // namespace exl3

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "format.h"
+#include "kernels.h"
 #include "repeat.h"
 
 namespace {
@@ -220,5 +221,45 @@ struct Decoder<MUL1> {
 
     I pair(I first, I second) const { return add_halves(sums(first), sums(second)); }
 };
+
+// ---- vectors of 16 words, for the encoder
+
+constexpr int WORDS = 16;
+using W = __m256i;
+
+inline W load_word_vector(const void* from) { return load(from); }
+inline W splat_word(int value) { return _mm256_set1_epi16(short(value)); }
+inline W add_words(W a, W b) { return _mm256_add_epi16(a, b); }
+inline W add_words_saturated(W a, W b) { return _mm256_adds_epu16(a, b); }
+inline W subtract_words(W a, W b) { return _mm256_sub_epi16(a, b); }
+inline W multiply_words(W a, W b) { return _mm256_mullo_epi16(a, b); }
+inline W clamp_words(W a, W low, W high) { return _mm256_max_epi16(_mm256_min_epi16(a, high), low); }
+inline W least_words(W a, W b) { return _mm256_min_epu16(a, b); }
+
+// Fills a vector with copies of COUNT words.
+template <int COUNT>
+inline W repeat_words(const uint16_t* from) {
+    if constexpr (COUNT == 16) return load(from);
+    if constexpr (COUNT == 8) return _mm256_broadcastsi128_si256(load_words(from));
+    uint64_t words = 0;
+    std::memcpy(&words, from, COUNT * sizeof(uint16_t));
+    if constexpr (COUNT == 4) return _mm256_set1_epi64x(int64_t(words));
+    if constexpr (COUNT == 2) return _mm256_set1_epi32(int32_t(words));
+    return splat_word(int(words));
+}
+
+// Stores a group of edges, taken out of the lanes' order.
+template <int IN_SHIFT>
+inline void store_edges(uint16_t* to, const W (&lanes)[2]) {
+    if constexpr (IN_SHIFT >= 5) {
+        store(to, lanes[0]);
+        store(to + WORDS, lanes[1]);
+    } else {
+        uint16_t words[2 * WORDS];
+        store(words, lanes[0]);
+        store(words + WORDS, lanes[1]);
+        for (int i = 0; i < 2 * WORDS; i++) to[exl3::edge_of_lane(IN_SHIFT, i)] = words[i];
+    }
+}
 
 }  // namespace

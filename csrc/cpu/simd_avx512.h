@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "format.h"
+#include "kernels.h"
 
 namespace {
 
@@ -116,5 +117,52 @@ inline I add_rows(const I (&z)[4]) {
 }
 
 inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+
+// ---- vectors of 32 words, for the encoder
+
+constexpr int WORDS = 32;
+using W = __m512i;
+
+inline W load_word_vector(const void* from) { return _mm512_loadu_si512(from); }
+inline W splat_word(int value) { return _mm512_set1_epi16(short(value)); }
+inline W add_words(W a, W b) { return _mm512_add_epi16(a, b); }
+inline W add_words_saturated(W a, W b) { return _mm512_adds_epu16(a, b); }
+inline W subtract_words(W a, W b) { return _mm512_sub_epi16(a, b); }
+inline W multiply_words(W a, W b) { return _mm512_mullo_epi16(a, b); }
+inline W clamp_words(W a, W low, W high) { return _mm512_max_epi16(_mm512_min_epi16(a, high), low); }
+inline W least_words(W a, W b) { return _mm512_min_epu16(a, b); }
+
+// Fills a vector with copies of COUNT words.
+template <int COUNT>
+inline W repeat_words(const uint16_t* from) {
+    if constexpr (COUNT == 16) return _mm512_broadcast_i64x4(load_words(from));
+    if constexpr (COUNT == 8) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    uint64_t words = 0;
+    __builtin_memcpy(&words, from, COUNT * sizeof(uint16_t));
+    if constexpr (COUNT == 4) return _mm512_set1_epi64(int64_t(words));
+    if constexpr (COUNT == 2) return _mm512_set1_epi32(int32_t(words));
+    return splat_word(int(words));
+}
+
+// Where in its group's lanes each edge is.
+template <int IN_SHIFT>
+struct LaneOfEdge {
+    uint16_t lane[exl3::ENCODE_GROUP] = {};
+
+    constexpr LaneOfEdge() {
+        for (int i = 0; i < exl3::ENCODE_GROUP; i++) lane[exl3::edge_of_lane(IN_SHIFT, i)] = uint16_t(i);
+    }
+};
+
+// Stores a group of edges, taken out of the lanes' order.
+template <int IN_SHIFT>
+inline void store_edges(uint16_t* to, const W (&lanes)[1]) {
+    if constexpr (IN_SHIFT >= 5) {
+        store(to, lanes[0]);
+    } else {
+        alignas(64) static constexpr LaneOfEdge<IN_SHIFT> order;
+        store(to, _mm512_permutexvar_epi16(load(order.lane), lanes[0]));
+    }
+}
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "format.h"
+#include "kernels.h"
 #include "repeat.h"
 
 namespace {
@@ -187,5 +188,49 @@ struct Decoder {
 };
 
 #undef EACH_LANE
+
+// ---- vectors of 16 words, for the encoder
+
+constexpr int WORDS = 16;
+struct W {
+    uint16_t v[WORDS];
+};
+
+#define EACH_WORD for (int i = 0; i < WORDS; i++)
+
+inline W load_word_vector(const void* from) { W r; std::memcpy(&r, from, sizeof r); return r; }
+inline void store(void* to, W a) { std::memcpy(to, &a, sizeof a); }
+inline W splat_word(int value) { W r; EACH_WORD r.v[i] = uint16_t(value); return r; }
+inline W add_words(W a, W b) { EACH_WORD a.v[i] = uint16_t(a.v[i] + b.v[i]); return a; }
+inline W add_words_saturated(W a, W b) {
+    EACH_WORD a.v[i] = uint16_t(a.v[i] + b.v[i] > 65535 ? 65535 : a.v[i] + b.v[i]);
+    return a;
+}
+inline W subtract_words(W a, W b) { EACH_WORD a.v[i] = uint16_t(a.v[i] - b.v[i]); return a; }
+inline W multiply_words(W a, W b) { EACH_WORD a.v[i] = uint16_t(uint32_t(a.v[i]) * b.v[i]); return a; }
+inline W clamp_words(W a, W low, W high) {
+    EACH_WORD {
+        const int16_t value = int16_t(a.v[i]), least = int16_t(low.v[i]), most = int16_t(high.v[i]);
+        a.v[i] = uint16_t(value < least ? least : value > most ? most : value);
+    }
+    return a;
+}
+inline W least_words(W a, W b) { EACH_WORD a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+
+// Fills a vector with copies of COUNT words.
+template <int COUNT>
+inline W repeat_words(const uint16_t* from) {
+    W r;
+    EACH_WORD r.v[i] = from[i % COUNT];
+    return r;
+}
+
+// Stores a group of edges, taken out of the lanes' order.
+template <int IN_SHIFT>
+inline void store_edges(uint16_t* to, const W (&lanes)[2]) {
+    for (int i = 0; i < 2 * WORDS; i++) to[exl3::edge_of_lane(IN_SHIFT, i)] = lanes[i / WORDS].v[i % WORDS];
+}
+
+#undef EACH_WORD
 
 }  // namespace

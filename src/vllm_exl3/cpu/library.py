@@ -12,7 +12,7 @@ from pathlib import Path
 import vllm_exl3.cpu
 from vllm_exl3 import env
 
-__all__ = ["ABI_VERSION", "LinearCall", "ShardStruct", "find_openmp", "library", "unavailable"]
+__all__ = ["ABI_VERSION", "LinearCall", "ShardStruct", "check", "find_openmp", "library", "unavailable", "use_openmp"]
 
 ABI_VERSION = 1
 """The ``EXL3_ABI_VERSION`` that this code speaks."""
@@ -91,13 +91,11 @@ def use_openmp() -> None:
     """
     global _openmp_used  # noqa: PLW0603
     with _openmp_lock:
-        if _openmp_used:
+        if _openmp_used or (runtime := find_openmp()) is None:
             return
-        runtime = find_openmp()
-        if runtime is not None:
-            function = getattr(ctypes.CDLL(runtime), "GOMP_parallel", None)
-            if function is not None:
-                library().exl3_set_openmp(ctypes.cast(function, ctypes.c_void_p))
+        function = getattr(ctypes.CDLL(runtime), "GOMP_parallel", None)
+        if function is not None:
+            library().exl3_set_openmp(ctypes.cast(function, ctypes.c_void_p))
         _openmp_used = True
 
 
@@ -145,3 +143,4 @@ def _declare(loaded: ctypes.CDLL) -> None:
         *(pointer, integer, pointer, pointer, pointer, integer, integer, pointer, long, integer)
     ]
     loaded.exl3_hadamard.argtypes = [pointer, long, integer]
+    loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]
