@@ -42,7 +42,7 @@ def workshop(
 ) -> Workshop:
     """A workshop around the tiny model, whose encoder counts its calls in ``encoded``."""
 
-    def encode(weight: np.ndarray, half_bits: int, codebook: Codebook) -> SimpleNamespace:
+    def encode(weight: np.ndarray, half_bits: int, codebook: Codebook, progress: Any) -> SimpleNamespace:
         encoded.append(half_bits)
         rows, columns = weight.shape
         trellis = np.zeros((rows // 16, columns // 16, half_bits * 8), np.int16)
@@ -70,7 +70,7 @@ def test_a_pack_is_made_once_for_an_encoder_and_a_recipe(workshop: Workshop, mon
 
 
 def test_an_interrupted_quantization_leaves_no_pack(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
+    def interrupt(*arguments: object, progress: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare, "quantize_linear", interrupt)

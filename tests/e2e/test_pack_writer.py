@@ -22,11 +22,13 @@ from vllm_exl3.tools.random_pack import write_random_pack
 SMALL = {"hidden": 192, "intermediate": 320, "layers": 2, "heads": 3, "kv_heads": 1, "head_dim": 64, "vocab": 200}
 
 
-def random_encoder(weight: np.ndarray, half_bits: int, codebook: Codebook) -> SimpleNamespace:
+def random_encoder(weight: np.ndarray, half_bits: int, codebook: Codebook, progress: Any) -> SimpleNamespace:
     """Random bits instead of an encoding, as large as the real one."""
     rows, columns = weight.shape
     words = np.random.default_rng(rows).integers(0, 65536, (rows // 16, columns // 16, half_bits * 8), np.uint16)
     scale = (np.abs(weight).sum(0) > 0).astype(np.float16)
+    for done in (1, 2, 3):
+        progress(done, 3)
     return SimpleNamespace(trellis=words, suh=np.ones(rows, np.float16), svh=scale)
 
 
@@ -106,20 +108,20 @@ def test_the_demo_writes_a_pack_like_exllamav3_does(
     tmp_path: Path, metadata: dict[str, Any], stored: dict[str, np.ndarray]
 ) -> None:
     model = DenseModel(metadata, hugging_face_config(metadata), hugging_face_tensors(metadata, stored))
-    seen: dict[str, int] = {}
+    seen: dict[str, float] = {}
     folder = quantize_model(
         tmp_path / "pack",
         model,
         recipe=Recipe(),
         encode=random_encoder,
         extra_files=tokenizer_files(metadata),
-        progress=lambda key, weights: seen.update({key: weights}),
+        progress=lambda key, weights: seen.update({key: seen.get(key, 0) + weights}),
     )
 
     pack = Pack.open(folder)
     check(pack)
     assert len(seen) == len(pack.linears) == 15
-    assert sum(seen.values()) == total_weights(model)
+    assert sum(seen.values()) == pytest.approx(total_weights(model))
     down, head = pack.linears["model.layers.0.mlp.down_proj"], pack.linears["lm_head"]
     assert (down.in_features, down.out_features, down.bits) == (128, 128, 4)
     assert (head.in_features, head.out_features, head.bits) == (128, 384, 6)

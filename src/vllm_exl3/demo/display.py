@@ -25,7 +25,7 @@ class Display:
         self.console.out(text, end="", highlight=False)
 
     @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[str, int], None]]:
+    def progress(self, total: int) -> Iterator[Callable[[str, float], None]]:
         """Show how much of ``total`` is done; yields a function that takes what was done and how much it was."""
         if not self.console.is_terminal:
             yield self._every_tenth(total)
@@ -35,19 +35,20 @@ class Display:
         with Progress(*columns, *times, console=self.console, transient=True) as bar:
             task = bar.add_task("", total=total)
 
-            def advance(what: str, amount: int) -> None:
+            def advance(what: str, amount: float) -> None:
                 bar.update(task, advance=amount, description=what)
 
             yield advance
 
-    def _every_tenth(self, total: int) -> Callable[[str, int], None]:
-        done = shown = 0
+    def _every_tenth(self, total: int) -> Callable[[str, float], None]:
+        done, shown = 0.0, 0
 
-        def advance(what: str, amount: int) -> None:
+        def advance(what: str, amount: float) -> None:
             nonlocal done, shown
             done += amount
-            if done * 10 // total > shown:
-                shown = done * 10 // total
+            # the sum of shares may miss the whole by a rounding error
+            if (tenths := int(done * 10 / total + 1e-6)) > shown:
+                shown = tenths
                 self.say("", f"{shown * 10:3d} %  {what}")
 
         return advance

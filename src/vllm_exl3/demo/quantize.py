@@ -30,8 +30,20 @@ class EncodedLinear(Protocol):
     svh: Array
 
 
-Encoder = Callable[[npt.NDArray[np.float32], int, Codebook], EncodedLinear]
-"""Takes a float32 weight ``[in, out]`` (multiples of 128), 2·K and the codebook."""
+class Encoder(Protocol):
+    """A function that quantizes one weight."""
+
+    def __call__(
+        self,
+        weight: npt.NDArray[np.float32],
+        half_bits: int,
+        codebook: Codebook,
+        /,
+        *,
+        progress: Callable[[int, int], None],
+    ) -> EncodedLinear:
+        """Quantize a weight ``[in, out]`` (multiples of 128) at 2·K half bits; tell tiles done and all tiles."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ def quantize_model(
     recipe: Recipe,
     encode: Encoder,
     extra_files: dict[str, str],
-    progress: Callable[[str, int], None] = lambda module, weights: None,
+    progress: Callable[[str, float], None] = lambda module, weights: None,
 ) -> Path:
     """Quantize every linear of a llama model and write the pack.
 
@@ -70,7 +82,7 @@ def quantize_model(
         recipe: bits and codebook.
         encode: the encoder.
         extra_files: the tokenizer's files, name → text.
-        progress: called after each linear with its name and number of weights.
+        progress: called now and then with a linear's name and how many more of its weights are done.
 
     Returns:
         The folder.
@@ -100,7 +112,7 @@ def total_weights(model: DenseModel) -> int:
 
 
 def _planned(
-    model: DenseModel, recipe: Recipe, encode: Encoder, progress: Callable[[str, int], None]
+    model: DenseModel, recipe: Recipe, encode: Encoder, progress: Callable[[str, float], None]
 ) -> Iterator[PackTensor]:
     codebook = next(kind for kind in Codebook if kind.label == recipe.codebook)
     for name, weight in model.tensors.items():
@@ -140,17 +152,22 @@ class _OnceEncoded:
     half_bits: int
     codebook: Codebook
     encode: Encoder
-    progress: Callable[[str, int], None]
+    progress: Callable[[str, float], None]
     encoded: EncodedLinear | None = None
+    shown: float = 0.0
 
     def __call__(self, leaf: str) -> Array:
         if self.encoded is None:
-            self.encoded = self.encode(_padded(self.weight.T), self.half_bits, self.codebook)
-            self.progress(self.key, self.weight.size)
+            self.encoded = self.encode(_padded(self.weight.T), self.half_bits, self.codebook, progress=self._advance)
         values: Array = getattr(self.encoded, leaf)
         if leaf == "trellis":
             self.encoded = None
         return values
+
+    def _advance(self, tiles: int, all_tiles: int) -> None:
+        share = tiles / all_tiles
+        self.progress(self.key, (share - self.shown) * self.weight.size)
+        self.shown = share
 
 
 def _padded(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
