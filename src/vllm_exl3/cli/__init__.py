@@ -30,3 +30,7 @@ def main() -> None:
     except Exl3PackError as error:
         typer.echo(error.report(), err=True)
         sys.exit(1)
+    for stream in (sys.stdout, sys.stderr):
+        # File names need not be text, and a terminal need not have every character of a tensor's name.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

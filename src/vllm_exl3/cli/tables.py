@@ -23,7 +23,8 @@ def format_bytes(size: int) -> str:
 
 def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> None:
     """Print everything that `vllm_exl3.plan.survey.survey` found."""
-    console = console or Console(highlight=False)
+    # Names of tensors and folders are data: neither markup nor emoji codes.
+    console = console or Console(highlight=False, markup=False, emoji=False)
     _print_overview(survey, console)
     for title, key in (("Bits per weight", "bits"), ("Codebooks", "codebooks")):
         rows = [(row["label"], row["tensors"], row["weights"], format_bytes(row["bytes"])) for row in survey[key]]
@@ -47,7 +48,7 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
 
 
 def _print_overview(survey: Mapping[str, Any], console: Console) -> None:
-    console.print(f"[bold]{survey['source']}[/]" + (f" at {survey['commit']}" if survey["commit"] else ""))
+    console.print(survey["source"] + (f" at {survey['commit']}" if survey["commit"] else ""), style="bold")
     console.print(f"model      {', '.join(survey['architectures']) or 'unknown'} ({survey['model_type']})")
     console.print(f"size       {format_bytes(survey['bytes'])} in {survey['tensors']} tensors, {survey['files']} files")
     declared = ", ".join(f"{key} {value}" for key, value in survey["declared"].items())
@@ -83,8 +84,9 @@ def _print_tables_and_experts(survey: Mapping[str, Any], console: Console) -> No
     if experts := survey["experts"]:
         bits = ", ".join(f"{count} at K = {bits}" for bits, count in experts["bits"].items())
         counts = " or ".join(map(str, experts["experts"]))
+        console.print("\nExperts", style="bold")
         console.print(
-            f"\n[bold]Experts[/]\n{experts['layers']} layers of {counts}, {'/'.join(experts['roles'])}: {bits}; "
+            f"{experts['layers']} layers of {counts}, {'/'.join(experts['roles'])}: {bits}; "
             f"{format_bytes(experts['bytes'])}"
         )
 

@@ -5,6 +5,7 @@ The rows of this list come from public reports of what goes wrong when EXL3 pack
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
 from vllm_exl3.pack.files import missing_file_fault
+from vllm_exl3.pack.metadata import architectures
 from vllm_exl3.pack.pack import INDEX, Pack
 from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, classify, main_layers
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
@@ -22,6 +24,8 @@ __all__ = ["check", "find_faults", "find_warnings"]
 
 _FOREIGN_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8")
 _SAMPLES = 3
+_NUMBERS = 8
+"""Layers or experts that a message lists; a damaged count may claim any number of them."""
 
 
 def check(pack: Pack) -> list[Exl3PackWarning]:
@@ -193,10 +197,10 @@ def _gaps(pack: Pack) -> Iterator[Exl3PackError]:
     """Layers or experts that config.json counts and no file holds."""
     remedy = "A file of the pack is missing or config.json is of another model: fetch the pack again."
     present = {int(match[1]) for name in pack.tensors if (match := MAIN_LAYER.match(name))}
-    absent = sorted(set(range(main_layers(pack.config))) - present)
+    absent = list(islice((layer for layer in range(main_layers(pack.config)) if layer not in present), _NUMBERS))
     if present and absent:
         yield _fault(
-            f"no tensor of layer {', '.join(map(str, absent[:8]))}",
+            f"no tensor of layer {', '.join(map(str, absent))}",
             f"{main_layers(pack.config)} layers as config.json says",
             pack.source,
             remedy,
@@ -204,11 +208,14 @@ def _gaps(pack: Pack) -> Iterator[Exl3PackError]:
     declared = _declared_experts(pack.config)
     for group in pack.experts.values():
         count = declared or max(group.members) + 1
-        missing = [index for index in range(count) if set(group.members.get(index, ())) != set(group.roles)]
+        roles = set(group.roles)
+        incomplete = (index for index in range(count) if set(group.members.get(index, ())) != roles)
+        missing = list(islice(incomplete, _NUMBERS))
         extra = [index for index in group.experts if index >= count]
         if missing or extra:
+            numbers = ", ".join(map(str, (missing or extra)[:_NUMBERS]))
             yield _fault(
-                f"experts {', '.join(map(str, (missing or extra)[:8]))} {'incomplete' if missing else 'too many'}",
+                f"experts {numbers} {'incomplete' if missing else 'too many'}",
                 f"{count} experts with {', '.join(group.roles)} each",
                 f"{group.key}.experts in {pack.source}",
                 remedy,
@@ -252,9 +259,7 @@ def _tied(config: Mapping[str, Any]) -> bool | None:
 
 
 def _generates(pack: Pack) -> bool:
-    return any(
-        name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in pack.config.get("architectures") or ()
-    )
+    return any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures(pack.config))
 
 
 def _leaf(name: str) -> str:

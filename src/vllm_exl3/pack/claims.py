@@ -5,6 +5,7 @@ the two belongs to another pack: a fault. ``bits``, ``layer_bits``, ``codebook``
 summarise: one warning names every disagreement with both values, and the headers win.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -69,8 +70,8 @@ def _contradictions(
         if entry.get("quant_format") == "exl3" and key in pack.dense:
             yield "a dense .weight", "an EXL3 linear"
     else:
-        bits = entry.get("bits_per_weight")
-        if isinstance(bits, int | float) and bits != linear.bits:
+        bits = _number(entry.get("bits_per_weight"))
+        if bits is not None and bits != linear.bits:
             yield f"K = {linear.bits:g} from trellis {list(linear.trellis.shape)}", f"K = {bits:g}"
         for leaf, (codebook, multiplier) in MARKERS.items():
             value = entry.get(f"{leaf}_multiplier")
@@ -102,14 +103,24 @@ def _stored(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return stored if isinstance(stored, dict) else {}
 
 
+def _number(value: object) -> float | None:
+    """A JSON number as a float, one that is too large for it as infinity; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _summary_differences(pack: Pack) -> Iterator[str]:
     declared = pack.quantization
     body, head = body_and_head(pack)
-    bits = declared.get("bits")
-    if isinstance(bits, int | float) and body and not _agrees(float(bits), body):
+    bits = _number(declared.get("bits"))
+    if bits is not None and body and not _agrees(bits, body):
         yield f"bits {bits:g} (headers: {mean_bits(body):.2f} on average)"
-    head_bits = declared.get("head_bits")
-    if isinstance(head_bits, int | float) and head and any(linear.bits != head_bits for linear in head):
+    head_bits = _number(declared.get("head_bits"))
+    if head_bits is not None and head and any(linear.bits != head_bits for linear in head):
         yield f"head_bits {head_bits:g} (headers: {', '.join(f'{linear.bits:g}' for linear in head)})"
     codebook = declared.get("codebook")
     used = Counter(linear.codebook.label for linear in pack.linears.values())
@@ -139,7 +150,7 @@ def _layer_differences(pack: Pack, layer_bits: object) -> Iterator[str]:
             stored.setdefault(match[1], set()).update(pack.linears[key].bits for key in keys)
     for layer, bits in layer_bits.items():
         found = stored.get(str(layer))
-        if found and found != {bits}:
+        if found and found != {_number(bits)}:
             yield f"layer_bits {layer}: {bits} (headers: {', '.join(f'{value:g}' for value in sorted(found))})"
 
 
@@ -154,10 +165,10 @@ def _module_differences(pack: Pack, spec: object) -> Iterator[str]:
     layers = spec.get("layers")
     resolver = NameResolver(pack) if layers else None
     for prefix, entry in layers.items() if isinstance(layers, Mapping) else ():
-        bits = entry.get("bits") if isinstance(entry, Mapping) else None
+        bits = _number(entry.get("bits")) if isinstance(entry, Mapping) else None
         resolution = resolver.resolve(str(prefix)) if resolver else None
         found = {linear.bits for linear in resolution.linears} if resolution else set()
-        if found and isinstance(bits, int | float) and found != {bits}:
+        if found and bits is not None and found != {bits}:
             headers = ", ".join(f"{value:g}" for value in sorted(found))
             yield f"non_routed_exl3.layers {prefix}: {bits:g} (headers: {headers})"
 

@@ -5,7 +5,6 @@ single weight. Source: the safetensors format (eight bytes of little-endian leng
 """
 
 import gc
-import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.json_text import parse_json
 from vllm_exl3.pack.stored import StoredTensor
 
 __all__ = ["FIRST_READ", "ITEM_BITS", "FileHeader", "paused_gc", "read_header"]
@@ -23,8 +23,8 @@ __all__ = ["FIRST_READ", "ITEM_BITS", "FileHeader", "paused_gc", "read_header"]
 FIRST_READ = 64 * 1024
 """Bytes of the first read: most headers fit, and the length is known for the second if not."""
 
-MAX_HEADER = 512 * 1024 * 1024
-"""Longest header that is believed; 288,000 tensors take 35 MB."""
+MAX_HEADER = 100_000_000
+"""Longest header that the safetensors library reads; 288,000 tensors take 35 MB."""
 
 ITEM_BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -51,6 +51,10 @@ ITEM_BITS: Mapping[str, int] = {
     "C64": 64,
 }
 """Bits of one element by safetensors dtype code."""
+
+_INTEGER = frozenset((int,))
+_MAX_NAME = 1000
+"""Longest name of a tensor: real ones have a tenth of it, and numbers in it stay short enough to be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +114,31 @@ def paused_gc() -> Iterator[None]:
 
 def _parse(file: str, nbytes: int, text: bytes) -> FileHeader:
     try:
-        entries: Any = json.loads(text)
+        entries: Any = parse_json(text, constants=False)
     except ValueError as error:
         raise _cut(file, f"a header that is no JSON ({error})", "a safetensors header") from error
     if not isinstance(entries, dict):
         raise _cut(file, f"a header that is a JSON {type(entries).__name__}", "a JSON object of tensors")
-    metadata = entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken_entry(file, "__metadata__", metadata, "an object of strings")
     base = 8 + len(text)
     tensors: dict[str, StoredTensor] = {}
+    furthest, last = 0, ""
     sizes: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, entry in entries.items():
+        if len(name) > _MAX_NAME:
+            raise _broken_entry(file, f"{name[:60]}…", entry, f"a name of at most {_MAX_NAME} characters")
         try:
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             start, end = entry["data_offsets"]
+            # 1, 1.0 and true are equal to Python, so types are compared before sizes are looked up.
+            if not _INTEGER.issuperset(map(type, (start, end, *shape))) or start < 0:
+                raise ValueError(entry)
             expected = sizes.get((dtype, shape))
             if expected is None:  # a pack of many experts repeats few shapes
                 expected = sizes[dtype, shape] = _size(dtype, shape)
             size = end - start
-            if type(start) is not int or start < 0:
-                raise ValueError(start)
         except (KeyError, TypeError, ValueError) as error:
             raise _broken_entry(file, name, entry) from error
         if size != expected:
@@ -138,9 +148,14 @@ def _parse(file: str, nbytes: int, text: bytes) -> FileHeader:
                 where=f"{name} in {file}",
                 remedy="The header contradicts itself: fetch the file again or write the pack anew.",
             )
+        if end > furthest:
+            furthest, last = end, name
         tensors[name] = StoredTensor(name, dtype, shape, file, base + start, expected)
+    # In Python's integers: a damaged offset may be too large for the arrays of the next check.
+    if base + furthest > nbytes:
+        raise _cut(file, f"{nbytes} bytes", f"{base + furthest} bytes, where {last} ends")
     _check_extent(file, nbytes, base, tensors)
-    return FileHeader(file, nbytes, tensors, metadata if isinstance(metadata, dict) else {})
+    return FileHeader(file, nbytes, tensors, metadata)
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
@@ -148,11 +163,12 @@ def _size(dtype: str, shape: tuple[int, ...]) -> int:
 
     Raises:
         KeyError: the dtype is unknown.
-        ValueError: the shape is none.
+        ValueError: a dimension is negative, or the tensor ends inside a byte.
     """
-    if any(type(dimension) is not int or dimension < 0 for dimension in shape):
+    size, rest = divmod(math.prod(shape) * ITEM_BITS[dtype], 8)
+    if rest or any(dimension < 0 for dimension in shape):
         raise ValueError(shape)
-    return (math.prod(shape) * ITEM_BITS[dtype] + 7) // 8
+    return size
 
 
 def _check_extent(file: str, nbytes: int, base: int, tensors: Mapping[str, StoredTensor]) -> None:
@@ -163,9 +179,6 @@ def _check_extent(file: str, nbytes: int, base: int, tensors: Mapping[str, Store
     order = np.lexsort((sizes, starts))  # empty tensors first where several share a start
     ends = np.concatenate([[base], (starts + sizes)[order]])
     names = list(tensors)
-    if ends.max() > nbytes:
-        name = names[int(np.argmax(starts + sizes))]
-        raise _cut(file, f"{nbytes} bytes", f"{ends.max()} bytes, where {name} ends")
     gaps = starts[order] - ends[:-1]
     if gaps.any():
         at = int(np.flatnonzero(gaps)[0])
@@ -183,10 +196,12 @@ def _check_extent(file: str, nbytes: int, base: int, tensors: Mapping[str, Store
         raise _cut(file, f"{nbytes} bytes", f"{ends[-1]} bytes, where the last tensor ends")
 
 
-def _broken_entry(file: str, name: str, entry: object) -> Exl3PackError:
+def _broken_entry(
+    file: str, name: str, entry: object, expected: str = "dtype, shape and data_offsets of a known dtype"
+) -> Exl3PackError:
     return Exl3PackError(
         found=f"the header entry {str(entry)[:120]}",
-        expected="dtype, shape and data_offsets of a known dtype",
+        expected=expected,
         where=f"{name} in {file}",
         remedy="Fetch the file again, or update vllm-exl3 if the dtype is new.",
     )

@@ -4,14 +4,14 @@ None of it decides how a tensor is decoded; it is shown, and compared with the h
 (``tensor_storage``) takes a kilobyte per linear, so it is streamed entry by entry and never held.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.json_text import JsonEntries, parse_json
 
-__all__ = ["declared_blocks", "ledger_entries", "merge_blocks", "parse_object", "sidecar_head"]
+__all__ = ["architectures", "declared_blocks", "ledger_entries", "merge_blocks", "parse_object", "sidecar_head"]
 
 SIDECAR = "quantization_config.json"
 NESTED = ("text_config", "llm_config", "language_config")
@@ -28,12 +28,18 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
         Exl3PackError: it does not.
     """
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise _no_json(where, str(error)) from error
     if not isinstance(value, dict):
         raise _no_json(where, f"a JSON {type(value).__name__}")
     return value
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names under ``architectures`` in config.json; whatever else stands there is left to vLLM to refuse."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def declared_blocks(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -76,14 +82,14 @@ def ledger_entries(text: str, where: str) -> Iterator[tuple[str, Mapping[str, An
 
 def _members(text: str, start: int, where: str) -> Iterator[tuple[str, Any, int]]:
     """Members of the JSON object at ``start``: key, value and where the value ends."""
-    decoder = json.JSONDecoder()
+    entries = JsonEntries(text)
     if not text.startswith("{", start):
         raise _no_json(where, "a tensor_storage that is no object")
     position = _skip(text, start + 1)
     try:
         while not text.startswith("}", position):
-            key, position = decoder.raw_decode(text, position)
-            value, position = decoder.raw_decode(text, _skip(text, position))
+            key, position = entries.decode(position)
+            value, position = entries.decode(_skip(text, position))
             yield key, value, position
             position = _skip(text, position)
     except ValueError as error:

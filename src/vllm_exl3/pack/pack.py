@@ -1,10 +1,11 @@
 """`Pack`: one EXL3 checkpoint as its headers describe it.
 
 Opening reads safetensors headers and config.json, never weights. What has been opened once in a
-process is kept by the files' names, sizes and times, so that a draft model's or a second engine's
+process is kept by the files' names, sizes, times and inodes, so that a draft model's or a second engine's
 configuration gets the same object for the price of a directory listing.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ _NUMPY = {
     "I8": "i1",
     "I16": "<i2",
     "U16": "<u2",
+_opened_lock = threading.Lock()
     "F16": "<f2",
     "BF16": "<u2",
     "I32": "<i4",
@@ -107,13 +109,15 @@ class Pack:
         """
         files = _source(source, revision, token, cache_dir)
         state = files.state()
-        pack = _opened.get(state)
+        with _opened_lock:
+            pack = _opened.get(state)
         if pack is None:
             pack = cls(str(source), files, reopen=(str(source), files.commit or revision, cache_dir))
-            _opened[state] = pack
-        _opened.move_to_end(state)
-        while len(_opened) > _KEPT:
-            _opened.popitem(last=False)
+        with _opened_lock:
+            pack = _opened.setdefault(state, pack)  # another thread's, if it was faster
+            _opened.move_to_end(state)
+            while len(_opened) > _KEPT:
+                _opened.popitem(last=False)
         return pack
 
     def read(self, name: str) -> npt.NDArray[Any]:
@@ -154,9 +158,9 @@ class Pack:
         if index is None:
             return None
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise Exl3PackError(
-                found="no weight_map",
+                found="a weight_map with other values than names" if isinstance(weight_map, dict) else "no weight_map",
                 expected="an object that maps tensors to files",
                 where=self._place(INDEX),
                 remedy="Fetch the index again, or delete it: the headers say where each tensor lies.",
@@ -231,8 +235,12 @@ def _open_again(source: str, revision: str | None, cache_dir: str | Path | None)
 
 
 def _source(source: str | Path, revision: str | None, token: str | bool | None, cache_dir: str | Path | None) -> Source:
-    path = Path(source).expanduser()
-    if path.is_dir() or isinstance(source, Path):
+    try:
+        path = Path(source).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError):  # a name too long for a file system; ~ of a user that is not there
+        path, is_folder = Path(source), False
+    if is_folder or isinstance(source, Path):
         return LocalFolder(path)
     from vllm_exl3.pack.hub import is_repository_id, open_repository  # huggingface_hub takes a while to import
 

@@ -5,7 +5,9 @@ A source lists names and reads ranges; it knows nothing of what the bytes mean.
 
 import itertools
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -67,13 +69,26 @@ class LocalFolder:
         self._root = folder
         try:
             with os.scandir(folder) as entries:
-                self._stat = {entry.name: entry.stat() for entry in entries if entry.is_file()}
-        except OSError as error:
+                self._stat = dict(_files(entries))
+        except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise Exl3PackError(
-                found=f"no readable folder ({error.strerror})",
+                found=f"no readable folder ({getattr(error, 'strerror', error)})",
                 expected="a folder with config.json and *.safetensors, or a Hub repository id",
                 where=str(folder),
                 remedy="Check the path; for a Hub repository write owner/name.",
+            ) from error
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn the system's refusal to read one file into the error that names the pack."""
+        try:
+            yield
+        except OSError as error:
+            raise Exl3PackError(
+                found=f"a file that cannot be read ({error.strerror})",
+                expected="a readable file",
+                where=f"{name} in {self.label}",
+                remedy="Check its permissions, and where a link leads; if it was replaced meanwhile, start again.",
             ) from error
 
     def names(self) -> tuple[str, ...]:
@@ -81,16 +96,23 @@ class LocalFolder:
         return tuple(sorted(self._stat))
 
     def size(self, name: str) -> int:
-        """Bytes of one file."""
+        """Bytes of one file.
+
+        Raises:
+            Exl3PackError: it is a link that leads nowhere.
+        """
+        if stat.S_ISLNK(self._stat[name].st_mode):
+            with self._reading(name):
+                return (self._root / name).stat().st_size
         return self._stat[name].st_size
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """Exactly ``length`` bytes from ``start``.
 
         Raises:
-            Exl3PackError: the file has become shorter since it was listed.
+            Exl3PackError: the file has become shorter since it was listed, or cannot be read.
         """
-        with open(self._root / name, "rb") as file:
+        with self._reading(name), open(self._root / name, "rb") as file:
             file.seek(start)
             data = file.read(length)
         if len(data) != length:
@@ -110,7 +132,7 @@ class LocalFolder:
         """
         found: dict[Range, bytes] = {}
         for name, group in itertools.groupby(sorted(set(ranges)), key=lambda item: item[0]):
-            with open(self._root / name, "rb", buffering=0) as file:
+            with self._reading(name), open(self._root / name, "rb", buffering=0) as file:
                 for item in group:
                     found[item] = os.pread(file.fileno(), item[2], item[1])
         short = [item for item, data in found.items() if len(data) != item[2]]
@@ -120,13 +142,28 @@ class LocalFolder:
 
     def whole(self, name: str) -> bytes:
         """All bytes of one text file."""
-        return (self._root / name).read_bytes()
+        with self._reading(name):
+            return (self._root / name).read_bytes()
 
     def branches(self) -> list[str]:
         """A folder has none."""
         return []
 
     def state(self) -> tuple[object, ...]:
-        """Path, size and modification time of every file."""
-        files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(self._stat.items()))
+        """Path of the folder; size, times and inode of every file, since copying tools may keep the first two."""
+        files = tuple(
+            (name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+            for name, found in sorted(self._stat.items())
+        )
         return (os.path.abspath(self._root), self.commit, files)
+
+
+def _files(entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, os.stat_result]]:
+    """The files of a folder; a link that leads nowhere stands for itself, and only reading it is an error."""
+    for entry in entries:
+        try:
+            found = entry.stat()
+        except OSError:
+            found = entry.stat(follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
+            yield entry.name, found

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_exl3.pack.check import find_faults, find_warnings
 from vllm_exl3.pack.claims import body_and_head, mean_bits
+from vllm_exl3.pack.metadata import architectures
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import RULES, classify
 from vllm_exl3.pack.stored import StoredLinear, StoredTensor
@@ -40,7 +41,7 @@ def survey(pack: Pack) -> dict[str, Any]:
     return {
         "source": pack.source,
         "commit": pack.commit,
-        "architectures": list(pack.config.get("architectures") or ()),
+        "architectures": architectures(pack.config),
         "model_type": pack.config.get("model_type"),
         "declared": {key: pack.quantization[key] for key in DECLARED if key in pack.quantization},
         "files": len(pack.files),
