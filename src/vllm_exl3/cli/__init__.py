@@ -1,5 +1,6 @@
 """The ``vllm-exl3`` command. Each sub-command has a file of its own and imports what it needs when it runs."""
 
+import io
 import sys
 
 import typer
