@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_exl3.pack.codec import hadamard
-from vllm_exl3.pack.stored import BLOCK
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.stored import BLOCK
 from vllm_exl3.plan.partition import block_split, covering_blocks, piece
 
 

@@ -4,6 +4,7 @@ The executable specification is `vllm_exl3.pack.codec`, in numpy; this is the sa
 tensors, bit for bit (tested on all 65,536 states).
 """
 
+import math
 from functools import lru_cache
 
 import torch
@@ -94,4 +95,4 @@ def _hadamard_matrix(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     common = index.view(-1, 1) & index.view(1, -1)
     for bit in range(7):
         parity ^= (common >> bit) & 1
-    return ((1 - 2 * parity).double() / BLOCK**0.5).to(dtype)
+    return ((1 - 2 * parity).double() / math.sqrt(BLOCK)).to(dtype)
