@@ -44,12 +44,14 @@ def _arguments(plan: LinearPlan) -> LinearArgs:
     return LinearArgs.from_buffer_copy(plan.arguments)
 
 
+def _kind(half_bits: int, codebook: Codebook, blocks: int) -> Shard:
+    whole = half_bits if codebook == Codebook.MUL1 else half_bits + half_bits % 2
+    return Shard(whole, codebook, 0, blocks * 128, 0, blocks * 128)
+
+
 _shard = st.builds(
-    lambda half_bits, codebook, blocks: Shard(half_bits if codebook == 2 else half_bits + half_bits % 2, codebook, 0, blocks * 128, 0, blocks * 128),
-    st.sampled_from([2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]),
-    st.sampled_from(list(Codebook)),
-    st.integers(1, 60),
-)  # fmt: skip
+    _kind, st.sampled_from([2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]), st.sampled_from(list(Codebook)), st.integers(1, 60)
+)
 
 
 @given(
@@ -80,10 +82,18 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
         assert all(end > start for start, end in zip(sorted(plan.scratch_parts.values()), ends, strict=True))
 
 
-@given(st.integers(1, 200), st.integers(1, 40), st.sampled_from(FORMS), st.sampled_from(sorted(GPUS)))
-def test_sums_are_ordered_alike_for_every_batch_of_a_class(columns: int, rows: int, form: Form, gpu: str) -> None:
+@given(
+    st.integers(1, 200),
+    st.integers(1, 40),
+    st.sampled_from(FORMS),
+    st.sampled_from([0, 1]),
+    st.sampled_from(sorted(GPUS)),
+)
+def test_sums_are_ordered_alike_for_every_batch_of_a_class(
+    columns: int, rows: int, form: Form, codebook: int, gpu: str
+) -> None:
     """What decides the order of fp32 sums must not depend on the number of rows or on where the input is rotated."""
-    shards = (Shard(7, 2, 1024, columns * 128, 0, columns * 128),)
+    shards = (Shard(8, codebook, 1024, columns * 128, 0, columns * 128),)
     plans = [
         plan_linear(shards, count, 1000, Form(form.identity, tile), GPUS[gpu], planes)
         for count in (1, rows)
@@ -91,6 +101,17 @@ def test_sums_are_ordered_alike_for_every_batch_of_a_class(columns: int, rows: i
         for tile in ((4, 8) if form.identity else (8, 16))
     ]
     assert len({(plan.grid[0], plan.threads, _arguments(plan).range_units) for plan in plans}) == 1
+
+
+def test_wide_forms_are_cut_alike() -> None:
+    shards = (Shard(7, 2, 1024, 896, 0, 896),)
+    plans = [
+        plan_linear(shards, rows, 1024, Form(False, tile), GPUS["h200"]) for tile in (32, 64, 128) for rows in (17, 128)
+    ]
+    assert len({(plan.grid[0], _arguments(plan).range_units) for plan in plans}) == 1
+    assert all(plan.shared <= GPUS["h200"].shared_memory and _arguments(plan).ring_units >= 3 for plan in plans)
+    with pytest.raises(ValueError, match="wgmma"):
+        plan_linear(shards, 32, 1024, Form(False, 32), GPUS["rtx5090"])
 
 
 @pytest.mark.parametrize(

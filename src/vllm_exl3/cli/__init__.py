@@ -5,8 +5,12 @@ import sys
 
 import typer
 
+from vllm_exl3.cli.bench import bench
 from vllm_exl3.cli.demo import demo
+from vllm_exl3.cli.doctor import doctor
+from vllm_exl3.cli.embed_quant import embed_quant
 from vllm_exl3.cli.inspect import inspect
+from vllm_exl3.cli.precompile import precompile
 from vllm_exl3.pack.errors import Exl3PackError
 
 __all__ = ["app", "main"]
@@ -22,16 +26,20 @@ app = typer.Typer(
 
 app.command()(inspect)
 app.command()(demo)
+app.command()(embed_quant)
+app.command()(precompile)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
     """Run the command line; a faulty pack ends it with its four-part message and exit status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        # File names need not be text, and a terminal need not have every character of a tensor's name.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except Exl3PackError as error:
         typer.echo(error.report(), err=True)
         sys.exit(1)
-    for stream in (sys.stdout, sys.stderr):
-        # File names need not be text, and a terminal need not have every character of a tensor's name.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

@@ -1,6 +1,4 @@
-"""Registers the native CUDA kernels as backends of the ops."""
-
-from collections.abc import Iterable
+"""Registers the native CUDA kernels, and exllamav3's where installed, as backends of the ops."""
 
 import torch
 
@@ -32,14 +30,10 @@ def unavailable() -> str | None:
 
 
 def _register() -> None:
-    from vllm_exl3.cuda import linear
+    from vllm_exl3.cuda import exllamav3, linear
 
-    def prepare(layers: Iterable[tuple[tuple[int, ...], int]], device: torch.device) -> None:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        for shards, width in layers:
-            linear.prepare(shards, width, index)
-
-    register_backend(Backend("linear", "cuda", "native", linear.linear, unavailable, prepare))
+    register_backend(Backend("linear", "cuda", "native", linear.linear, unavailable, linear.prepare))
+    register_backend(Backend("linear", "cuda", "exllamav3", exllamav3.linear, exllamav3.unavailable))
     register_backend(Backend("dequantize", "cuda", "native", linear.dequantize, unavailable))
 
 

@@ -109,8 +109,8 @@ def compiler_version() -> str:
 
 
 def _options(architecture: str) -> tuple[str, ...]:
-    # Without contraction: whether a product and a sum become one rounding must not depend on what they were inlined into,
-    # since a row's bits are the same in every instance of a class.
+    # Without contraction: whether a product and a sum become one rounding must not depend on what they were inlined
+    # into, since a row's bits are the same in every instance of a class.
     return (
         f"--gpu-architecture={architecture}",
         "--std=c++17",

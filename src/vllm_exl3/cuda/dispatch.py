@@ -8,12 +8,13 @@ narrow kernel, fp16 in the warpgroup kernel): inside one, a row's bits do not de
 import functools
 import importlib.resources
 import json
+import os
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["Crossover", "choose_form", "crossover", "modelled"]
+__all__ = ["Crossover", "batch_invariant", "choose_form", "crossover", "modelled", "warpgroups"]
 
 _NARROW = 16
 """The largest number of tokens that the kernels of mma.sync take in one tile."""
@@ -38,8 +39,8 @@ def modelled() -> Crossover:
     """Crossovers from instruction counts, for GPUs that nobody measured.
 
     An MMA of the integer identity covers 4 tokens, one of the pair identity 8, and each takes twice the MMAs a weight
-    that decoding to fp16 takes; decoding costs 1.3 (mul1) or 1.2 (pairs) further instructions a weight. One column group
-    is where the identity wins; a second one costs more than decoding does.
+    that decoding to fp16 takes; decoding costs 1.3 (mul1) or 1.2 (pairs) further instructions a weight. One group of
+    columns is where the identity wins; a second one costs more than decoding does.
     """
     return Crossover(mul1=4, halves=8, measured=None)
 
@@ -60,6 +61,11 @@ def crossover(architecture: str) -> Crossover:
     return Crossover(mul1=int(str(entry["mul1"])), halves=int(str(entry["halves"])), measured=str(entry["gpu"]))
 
 
+def batch_invariant() -> bool:
+    """Whether vLLM was asked for results that do not depend on the batch (its own variable)."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0").strip().lower() in ("1", "true")
+
+
 def warpgroups(architecture: str) -> bool:
     """Whether the warpgroup kernel runs there."""
     return architecture == "sm_90a"
@@ -76,8 +82,9 @@ def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_
     """
     limits = crossover(architecture)
     largest = limits.mul1 if codebooks == {Codebook.MUL1} else limits.halves
+    wide = warpgroups(architecture)
     if rows <= largest and not one_class:
         return Form(identity=True, tile_rows=4 if rows <= 4 else 8)
-    if rows <= _NARROW or not warpgroups(architecture):
+    if not wide or (rows <= _NARROW and not one_class):
         return Form(identity=False, tile_rows=8 if rows <= 8 else _NARROW)
     return Form(identity=False, tile_rows=next((tile for tile in (32, 64) if rows <= tile), 128))

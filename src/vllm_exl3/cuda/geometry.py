@@ -68,11 +68,6 @@ class Form:
         return self.tile_rows > _NARROW
 
     @property
-    def strip(self) -> int:
-        """Output channels of a strip."""
-        return 2 * BLOCK if self.wide else BLOCK
-
-    @property
     def name(self) -> str:
         """What tables call it."""
         return f"{'identity' if self.identity else 'wide' if self.wide else 'half'}{self.tile_rows}"
@@ -207,6 +202,7 @@ def activation_bytes(arithmetic: Arithmetic, rows: int) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not less."""
     return -(-value // multiple) * multiple
 
 
@@ -249,13 +245,14 @@ def place_shards(
     row_tiles: int,
     stored_rows: int,
     rows: int,
+    strip: int,
 ) -> tuple[Totals, tuple[ShardOffsets, ...]]:
     """Fill in the shards' arguments; gives sums over them, and where each lies in the flat tensors."""
     totals, offsets = Totals(), []
     trellis = suh = svh = 0
     for index, shard in enumerate(shards):
         arithmetic = form.arithmetic(shard.codebook)
-        strips, depth = -(-shard.out_features // form.strip), shard.in_features // UNIT_IN
+        strips, depth = -(-shard.out_features // strip), shard.in_features // UNIT_IN
         arguments.shards[index] = ShardArgs(
             in_features=shard.in_features,
             out_features=shard.out_features,

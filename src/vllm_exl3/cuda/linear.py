@@ -8,7 +8,7 @@ import torch
 
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, LinearArgs, LinearPlan, ShardArgs
+from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
 from vllm_exl3.cuda.plan import plan_linear
 from vllm_exl3.ops.shards import Shard, unpack_shards
 from vllm_exl3.pack.stored import BLOCK
@@ -116,7 +116,9 @@ def _linear_group(
 ) -> None:
     device = runtime.device(x.device.index)
     if form is None:
-        form = dispatch.choose_form(_codebooks(shards), x.shape[0], device.limits.architecture)
+        form = dispatch.choose_form(
+            _codebooks(shards), x.shape[0], device.limits.architecture, one_class=dispatch.batch_invariant()
+        )
     # The wide kernel's exchange takes 34 MB a row tile, so its tiles are launched one after the other.
     window = (
         form.tile_rows if form.wide else max(form.tile_rows, _window_rows(shards) // form.tile_rows * form.tile_rows)
@@ -142,8 +144,8 @@ def _launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only after
-    # everything ahead of them has finished. So any number of streams and captured graphs may run at once.
+    # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only
+    # after everything ahead of them has finished. So any number of streams and captured graphs may run at once.
     stream = torch.cuda.current_stream(x.device).cuda_stream
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = LinearArgs.from_buffer_copy(plan.arguments)
@@ -171,25 +173,41 @@ def _launch(
     gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
 
 
-def instances(shards: Sequence[int], rows: Iterable[int], in_width: int, device_index: int) -> list[Instance]:
-    """The kernels that a layer needs for batches of these sizes."""
-    every, limits = _unpack(tuple(shards)), runtime.device(device_index).limits
-    found = [runtime.TRANSFORM]
-    for start in range(0, len(every), MAX_SHARDS):
-        group = every[start : start + MAX_SHARDS]
-        for count in rows:
-            form = dispatch.choose_form(_codebooks(group), count, limits.architecture)
-            found.append(plan_linear(group, count, in_width, form, limits).instance)
-    return list(dict.fromkeys(found))
-
-
 _EVERY_FORM = (*range(1, 18), 33, 65)
 """Batch sizes that between them choose every form, with the input rotated in the GEMM and before it."""
 
 
-def prepare(shards: Sequence[int], in_width: int, device_index: int) -> None:
-    """Compile and load every kernel of a layer, for any batch size; called at model load."""
-    runtime.device(device_index).prepare(instances(shards, _EVERY_FORM, in_width, device_index))
+def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list[Instance]:
+    """The kernels that a layer needs, for batches of any size.
+
+    Args:
+        shards: as `ops.shards.pack_shards` makes it.
+        in_width: columns of the layer's input.
+        limits: the GPU.
+    """
+    every, found = _unpack(shards), [runtime.TRANSFORM]
+    for start in range(0, len(every), MAX_SHARDS):
+        group = every[start : start + MAX_SHARDS]
+        for rows in _EVERY_FORM:
+            form = dispatch.choose_form(
+                _codebooks(group), rows, limits.architecture, one_class=dispatch.batch_invariant()
+            )
+            found.append(plan_linear(group, min(rows, form.tile_rows), in_width, form, limits).instance)
+            if rows > form.tile_rows:
+                found.append(plan_linear(group, rows, in_width, form, limits).instance)
+    return list(dict.fromkeys(found))
+
+
+def prepare(layers: Iterable[tuple[tuple[int, ...], int]], device: torch.device) -> None:
+    """Compile and load every kernel that these layers need, for any batch size; called while a model loads.
+
+    Args:
+        layers: each layer's shards and input width.
+        device: the CUDA device.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ready = runtime.device(index)
+    ready.prepare(instance for shards, width in layers for instance in instances(shards, width, ready.limits))
 
 
 def dequantize_instance(shard: Shard) -> Instance:

@@ -28,11 +28,14 @@ __all__ = ["plan_linear"]
 _HALVES = 2
 _ALIGN = 256
 _PLANES_ROTATIONS, _PLANES_UNITS, _PLANES_IDLE = 145.0, 64, 8
-"""Up to how many 128-point transforms and units of work a block, and with how few idle multiprocessors, rotating in the GEMM
-is faster than a launch before it: measured on an H200 (docs/kernels.md)."""
+"""Up to how many 128-point transforms and units of work a block, and with how few idle multiprocessors, rotating in the
+GEMM is faster than a launch before it: measured on an H200 (docs/kernels.md)."""
 
-_WIDE_THREADS, _WIDE_FIXED = 512, 256 + 2 * 32 * (BLOCK + 4) * 4
-"""Of linear_wide.cuh: threads, and bytes before the ring."""
+_WIDE_THREADS, _WIDE_STAGING, _WIDE_CHUNK, _OUTPUT_PITCH = 512, 512, 32, (BLOCK + 4) * 4
+"""Of linear_wide.cuh: threads, bytes before the staging area, tokens staged at once, bytes of a staged token."""
+
+_SPLIT_UNITS = 80
+"""Units of two Hadamard blocks a block of the wide kernel up to which it splits k between its pairs instead."""
 
 
 def _columns(arithmetic: Arithmetic, tile_rows: int) -> int:
@@ -78,9 +81,11 @@ def _warps(limits: GpuLimits, form: Form, arithmetics: Sequence[Arithmetic], hal
     """Warps of a block: the most that fit.
 
     They decide the order of fp32 sums, so they are chosen for the largest tile of the arithmetic class: a row's bits
-    must not depend on how many rows come with it.
+    must not depend on how many rows come with it. Sums of integers have no order.
     """
-    rows = max(form.tile_rows, 8 if form.identity else 16)
+    rows = form.tile_rows
+    if set(arithmetics) != {Arithmetic.INTEGER}:
+        rows = max(rows, 8 if form.identity else 16)
     columns = max(_columns(arithmetic, rows) for arithmetic in arithmetics)
     activations = max(activation_bytes(arithmetic, rows) for arithmetic in arithmetics)
     unit, slot = _HALVES * half_stride + activations, _slot_bytes(arithmetics, rows, rows)
@@ -139,12 +144,14 @@ def plan_linear(
     row_tiles = -(-rows // form.tile_rows)
     stored_rows = form.tile_rows if form.wide else min(rows, form.tile_rows)
     arguments = LinearArgs()
-    totals, offsets = place_shards(arguments, shards, kinds, form, row_tiles, stored_rows, rows)
+    split_k = form.wide and _splits_k(shards, limits)
+    strip = 2 * BLOCK if form.wide and not split_k else BLOCK
+    totals, offsets = place_shards(arguments, shards, kinds, form, row_tiles, stored_rows, rows, strip)
     blocks, cluster = split(
         totals.strips,
         frozenset(shard.in_features // UNIT_IN for shard in shards),
         limits,
-        WIDE if form.wide else NARROW,
+        WIDE if form.wide and not split_k else NARROW,
     )
     if form.wide:
         cluster = 1
@@ -152,7 +159,7 @@ def plan_linear(
     half_stride = max(4 * (HALF_TILES * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds)
 
     launch = (
-        _wide(form, kinds, half_stride, limits)
+        _wide(form, kinds, half_stride, split_k, limits)
         if form.wide
         else _narrow(form, kinds, shards, rows, half_stride, blocks, range_units + (longer_ranges > 0), limits, planes)
     )
@@ -175,7 +182,7 @@ def plan_linear(
         "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": form.tile_rows,
         "stored_rows": stored_rows, "in_width": in_width, "parts": parts, "range_units": range_units,
         "longer_ranges": longer_ranges, "total_strips": totals.strips, "partial_stride": launch.partial_stride,
-        "half_stride": half_stride, "cluster": cluster, "strip_tiles": form.strip // 16, **launch.arguments,
+        "half_stride": half_stride, "cluster": cluster, "strip_tiles": strip // 16, **launch.arguments,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)
@@ -229,7 +236,8 @@ def _narrow(
     memory = _memory(limits, warps, fixed + plane.size, _HALVES * half_stride, slot)
     if planes is None:
         planes = (
-            _rotations(shards, form, rows, plane.units) <= _PLANES_ROTATIONS
+            limits.warpgroups  # what the numbers were measured on
+            and _rotations(shards, form, rows, plane.units) <= _PLANES_ROTATIONS
             and range_units <= _PLANES_UNITS
             and blocks > limits.multiprocessors - _PLANES_IDLE
         )
@@ -253,15 +261,26 @@ def _narrow(
     return _Launch(instance, 32 * warps, memory.size, 8 * columns * 32, planes, arguments)
 
 
-def _wide(form: Form, kinds: Sequence[tuple[int, int]], half_stride: int, limits: GpuLimits) -> _Launch:
+def _splits_k(shards: Sequence[Shard], limits: GpuLimits) -> bool:
+    """Whether the wide kernel's pairs take turns at k: it depends on (N, K) alone, as it decides the order of sums."""
+    units = sum(-(-shard.out_features // (2 * BLOCK)) * (shard.in_features // UNIT_IN) for shard in shards)
+    return units <= _SPLIT_UNITS * limits.multiprocessors
+
+
+def _wide(form: Form, kinds: Sequence[tuple[int, int]], half_stride: int, split_k: bool, limits: GpuLimits) -> _Launch:
     """linear_wide.cu: 32, 64 or 128 tokens a tile."""
     if not limits.warpgroups:
         raise ValueError(f"{limits.architecture} has no wgmma, which {form.name} needs")
     activation_stride = activation_bytes(Arithmetic.HALF, form.tile_rows)
-    stage = 4 * half_stride + activation_stride
-    stages = min(8, (limits.shared_memory - _WIDE_FIXED) // stage)
-    macros = (("INSTANCE_TILE_ROWS", str(form.tile_rows)), ("INSTANCE_KINDS", form.kinds(kinds)))
+    groups, staged = (2, form.tile_rows) if split_k else (1, 2 * _WIDE_CHUNK)
+    fixed, stage = _WIDE_STAGING + staged * _OUTPUT_PITCH, 4 // groups * half_stride + activation_stride
+    stages = min(8, (limits.shared_memory - fixed) // (groups * stage))
+    macros = (
+        ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
+        ("INSTANCE_SPLIT_K", str(int(split_k))),
+        ("INSTANCE_KINDS", form.kinds(kinds)),
+    )
     instance = Instance("linear_wide.cu", "exl3_linear_wide", macros)
     arguments = {"ring_units": stages, "activation_stride": activation_stride}
-    shared, partial_stride = _WIDE_FIXED + stages * stage, form.tile_rows // 8 * _WIDE_THREADS
-    return _Launch(instance, _WIDE_THREADS, shared, partial_stride, False, arguments)
+    partial_stride = form.tile_rows // 8 // groups * _WIDE_THREADS
+    return _Launch(instance, _WIDE_THREADS, fixed + groups * stages * stage, partial_stride, False, arguments)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 TRANSFORM = Instance("transform.cu", "exl3_transform")
 """The kernel that rotates inputs, which every model needs."""
 
-TRANSFORM_THREADS = 1024
+TRANSFORM_THREADS = 896
 
 _COUNTERS = 1 << 20
 """Arrival counters of a device (4 MiB): shares of eager streams, then those of captured launches."""

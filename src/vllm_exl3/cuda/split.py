@@ -33,9 +33,9 @@ WIDE = Costs(exchange=6, cluster=6, strip=6, second_strip=8)
 def split(strips: int, depths: frozenset[int], limits: GpuLimits, costs: Costs = NARROW) -> tuple[int, int]:
     """How many blocks share the work, and how many of them form a cluster.
 
-    Either every strip is cut into equal parts, one a block, or the whole list of units is: no block idles then, but most
-    end one strip and begin another, and pay for the end of a strip twice. The answer decides the order of fp32 sums, so
-    nothing else may enter it.
+    Either every strip is cut into equal parts, one a block, or the whole list of units is: no block idles then, but
+    most end one strip and begin another, and pay for the end of a strip twice. The answer decides the order of fp32
+    sums, so nothing else may enter it.
 
     Args:
         strips: strips of all shards.

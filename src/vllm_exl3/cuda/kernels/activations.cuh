@@ -81,7 +81,7 @@ struct Planes {
         __syncthreads();
     }
 
-    static constexpr int HELD = 3;
+    static constexpr int HELD = 2;
 
     // Writes a lane's four consecutive k of one unit; returns the sum over the unit's half warp.
     __device__ __forceinline__ int store(const float (&v)[4], float factor, u32 arithmetic, u32 row, u32 unit, bool wanted,

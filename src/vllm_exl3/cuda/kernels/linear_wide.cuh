@@ -1,21 +1,21 @@
 // The trellis GEMM for 17 tokens and more on Hopper: weights are decoded to fp16 in registers, as the A operand of wgmma,
 // once for up to 128 tokens.
 //
-// One block per multiprocessor, four warpgroups. Its strip is two Hadamard blocks of output channels, one a pair of
-// warpgroups; each warpgroup holds 64 channels, one tile column a warp. All multiply the same activations. Units stream
-// through one ring in shared memory; while one warpgroup decodes, the others' products run, and its own next ones.
+// One block per multiprocessor, four warpgroups in two pairs; a warpgroup holds 64 output channels, one tile column a warp.
+// SPLIT_K = false: a strip is two Hadamard blocks, one a pair; all multiply the same activations.
+// SPLIT_K = true:  a strip is one Hadamard block; the pairs take its units in turn and are added at its end. More strips,
+//                  and half the sums to exchange between blocks: for layers that give a block few units.
+// Units stream through a ring in shared memory, one for all warps that take the same units. While a warpgroup decodes, the
+// others' products run, and its own of the unit before.
 #pragma once
 #include "fragments.cuh"
 #include "store.cuh"
 #include "wgmma.cuh"
 
 constexpr int WIDE_THREADS = 512;
-constexpr int WIDE_WARPS = WIDE_THREADS / 32;
 constexpr int PAIR_THREADS = WIDE_THREADS / 2;
 constexpr int PAIR_WARPS = PAIR_THREADS / 32;
-constexpr int CHUNK = 32;  // tokens whose outputs are in shared memory at once
 constexpr u32 OUTPUT_PITCH = STRIP + 4;
-constexpr u32 STAGING_BYTES = 2 * CHUNK * OUTPUT_PITCH * 4;
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -35,7 +35,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
 
 // The block's ring of units.
 struct WideRing {
-    u32 base, stride, weight_bytes, stages;
+    u32 base, stride, weight_bytes, stages, strip_halves;
     u32 full, empty;        // barriers, `stages` each
     u32 slot, phase, stage; // being read: its number, its barriers' parity, its address
 
@@ -49,15 +49,16 @@ struct WideRing {
 struct WideProducer {
     Cursor cursor;
     u32 filled, phase;  // slot, and the parity of its empty barrier
+    u32 step;           // from one unit of this ring to the next
 
     __device__ __forceinline__ void next(const LinearArgs& args, const WideRing& ring) {
         if (++filled == ring.stages) filled = 0, phase ^= 1;
-        cursor.advance(args, 1);
+        cursor.advance(args, step);
     }
     template <bool WEIGHTS, bool ACTIVATIONS>
     __device__ __forceinline__ void fetch(const WideRing& ring) const {
         const u32 barrier = ring.full + 8 * filled, target = ring.base + filled * ring.stride;
-        const u32 pitch = 4 * cursor.row_bytes + ROW_PAD;
+        const u32 pitch = ring.strip_halves * cursor.row_bytes + ROW_PAD;
         if (!Ring::elect_lane()) return;
         if (WEIGHTS) {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
@@ -76,20 +77,15 @@ struct WideSegment {
     bool complete;
 };
 
-// Fewer tokens leave registers for a second A operand: the next unit is decoded while this one's products run.
-template <int TOKENS> constexpr int wide_buffers() { return 2; }
-
 struct WideBlock {
     const LinearArgs& args;
-    float* staging;  // shared: outputs of CHUNK tokens a pair
+    float* staging;  // shared: sums on their way between the pairs, then outputs
     u32* last;       // shared
     WideRing ring;
     WideProducer producer;
     u32 unit;        // unit that is multiplied next
-    u32 held;        // slots that are read before the first of them is free: 2 where decoding runs ahead
-    int warp, lane;
-
-    __device__ __forceinline__ int pair() const { return warp / PAIR_WARPS; }
+    u32 held;        // slots that are read before the first of them is free: decoding runs one ahead
+    int pair, warp, lane;  // warp among those that share the ring
 
     // Fills the oldest slot again, once every warp has left it, and waits for the slot that is read next.
     __device__ __forceinline__ void wait_for_unit() {
@@ -106,72 +102,13 @@ struct WideBlock {
     }
 };
 
-// Adds the blocks' sums up and stores the strip if nothing is missing any more.
-template <int TOKENS>
-__device__ __forceinline__ void finish_wide(float (&sums)[TOKENS / 2], WideBlock& block, const WideSegment& segment) {
-    const LinearArgs& args = block.args;
-    const ShardArgs& shard = args.shards[segment.shard];
-    if (!segment.complete) {
-        const u32 first = block_of_unit(args, segment.strip_begin), last = block_of_unit(args, segment.strip_end - 1);
-        const auto partials = [&](u32 from) {  // a block shares at most the strips at its two ends
-            const u32 second = range_begin(args, from) < segment.strip_begin ? 1 : 0;
-            return reinterpret_cast<float4*>(args.partials) + threadIdx.x +
-                static_cast<u64>(2 * (blockIdx.y * gridDim.x + from) + second) * args.partial_stride;
-        };
-        float4* mine = partials(blockIdx.x);
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j)
-            __stcg(mine + j * WIDE_THREADS, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            u32* counter = &args.counters[blockIdx.y * args.total_strips + shard.first_strip + segment.strip];
-            *block.last = atomicInc(counter, last - first) == last - first;
-        }
-        __syncthreads();
-        if (!*block.last) return;
-        __threadfence();
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
-        for (u32 from = first; from <= last; ++from) {
-            const float4* other = partials(from);
-#pragma unroll
-            for (int j = 0; j < TOKENS / 8; ++j) {
-                const float4 v = __ldcg(other + j * WIDE_THREADS);
-                sums[4 * j] += v.x, sums[4 * j + 1] += v.y, sums[4 * j + 2] += v.z, sums[4 * j + 3] += v.w;
-            }
-        }
-    }
-    const int g = block.lane >> 2, q = block.lane & 3, pair_warp = block.warp % PAIR_WARPS;
-    float* outputs = block.staging + block.pair() * CHUNK * OUTPUT_PITCH;
-    const u32 first_row = blockIdx.y * args.tile_rows, rows = min(args.tile_rows, args.rows - first_row);
-    const u32 column = (2 * segment.strip + block.pair()) * STRIP + 4 * block.lane;
-    const bool exists = column < shard.out_features;
-    const uint2 svh = exists ? *reinterpret_cast<const uint2*>(shard.svh + column) : make_uint2(0, 0);
-#pragma unroll
-    for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
-        if (chunk * CHUNK >= rows) break;
-#pragma unroll
-        for (int group = 0; group < CHUNK / 8; ++group) {
-            const float* s = sums + 4 * (chunk * CHUNK / 8 + group);
-            float* row = outputs + (8 * group + 2 * q) * OUTPUT_PITCH + 16 * pair_warp + g;
-            row[0] = s[0], row[OUTPUT_PITCH] = s[1], row[8] = s[2], row[OUTPUT_PITCH + 8] = s[3];
-        }
-        __syncthreads();
-        for (u32 token = pair_warp; exists && token < min(CHUNK, rows - chunk * CHUNK); token += PAIR_WARPS) {
-            const float4 value = *reinterpret_cast<const float4*>(outputs + token * OUTPUT_PITCH + 4 * block.lane);
-            const u32 row = first_row + chunk * CHUNK + token;
-            store_token(args, shard, value, args.scales[segment.shard * args.rows + row], svh, column, row, block.lane);
-        }
-        __syncthreads();
-    }
-}
+#include "wide_epilogue.cuh"
 
 // The A operand of the unit in the slot being read: four products' worth.
-template <class K>
+template <class K, bool SPLIT_K>
 __device__ __forceinline__ void decode_unit(u32 (&a)[4][4], const WideBlock& block) {
     using W = typename K::Window;
-    constexpr u32 tile_bytes = 4 * W::tile_words, row_bytes = 4 * HALF_TILES * tile_bytes + ROW_PAD;
+    constexpr u32 tile_bytes = 4 * W::tile_words, row_bytes = (SPLIT_K ? 2 : 4) * HALF_TILES * tile_bytes + ROW_PAD;
     u32 words[W::words];
     load_words<K::half_bits>(words, SharedWords{block.ring.stage + (block.lane & 3) * row_bytes + block.warp * tile_bytes}, block.lane);
     decode_step<K, 0>(a[0], words);
@@ -189,76 +126,76 @@ __device__ __forceinline__ void multiply_unit(float (&sums)[TOKENS / 2], const u
     warpgroup_commit();
 }
 
-template <class K, int TOKENS>
+template <class K, int TOKENS, bool SPLIT_K>
 __device__ __forceinline__ void run_wide_segment(WideBlock& block, const WideSegment& segment, u32 segment_end) {
+    constexpr u32 step = SPLIT_K ? 2 : 1;
     float sums[TOKENS / 2] = {};
-    constexpr int BUFFERS = wide_buffers<TOKENS>();
-    u32 a[BUFFERS][4][4];
-    if (BUFFERS == 2) {
+    u32 a[2][4][4];  // one is multiplied while the other is decoded
+    if (block.unit < segment_end) {
         block.wait_for_unit();
-        decode_unit<K>(a[0], block);
-    }
-    for (bool more = true; more;) {
+        decode_unit<K, SPLIT_K>(a[0], block);
+        for (bool more = true; more;) {
 #pragma unroll
-        for (int buffer = 0; buffer < BUFFERS; ++buffer) {
-            if (BUFFERS == 1) {
-                block.wait_for_unit();
-                decode_unit<K>(a[0], block);
+            for (int buffer = 0; buffer < 2; ++buffer) {
+                multiply_unit<TOKENS>(sums, a[buffer], block.ring);
+                const u32 empty = block.ring.empty + 8 * block.ring.slot;
+                block.ring.next();
+                block.unit += step;
+                more = block.unit < segment_end;
+                if (more) {
+                    block.wait_for_unit();
+                    decode_unit<K, SPLIT_K>(a[1 - buffer], block);
+                }
+                warpgroup_wait();
+                if (block.lane == 0) barrier_arrive(empty);
+                if (!more) break;
             }
-            multiply_unit<TOKENS>(sums, a[buffer], block.ring);
-            const u32 empty = block.ring.empty + 8 * block.ring.slot;
-            block.ring.next();
-            more = ++block.unit < segment_end;
-            if (BUFFERS == 2 && more) {
-                block.wait_for_unit();
-                decode_unit<K>(a[1 - buffer], block);
-            }
-            warpgroup_wait();
-            if (block.lane == 0) barrier_arrive(empty);
-            if (!more) break;
         }
     }
-    finish_wide<TOKENS>(sums, block, segment);
+    finish_wide<TOKENS, SPLIT_K>(sums, block, segment);
 }
 
 template <class... Ks> struct WideKinds {};
 
-template <int TOKENS, class... Ks>
+template <int TOKENS, bool SPLIT_K, class... Ks>
 __device__ __forceinline__ void dispatch_wide(WideKinds<Ks...>, u32 kind, WideBlock& block, const WideSegment& segment, u32 end) {
     u32 index = 0;
-    ((index++ == kind ? run_wide_segment<Ks, TOKENS>(block, segment, end) : void()), ...);
+    ((index++ == kind ? run_wide_segment<Ks, TOKENS, SPLIT_K>(block, segment, end) : void()), ...);
 }
 
-template <int TOKENS, class List>
+template <int TOKENS, bool SPLIT_K, class List>
 __device__ __forceinline__ void linear_wide(const LinearArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
+    constexpr u32 groups = SPLIT_K ? 2 : 1, group_warps = WIDE_THREADS / 32 / groups;  // warps that share a ring
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
+    const u32 group = warp / group_warps;
     const u32 begin = range_begin(args, blockIdx.x), end = range_begin(args, blockIdx.x + 1);
     WideBlock block{args};
-    block.warp = warp, block.lane = lane;
+    block.pair = warp / PAIR_WARPS, block.warp = warp % group_warps, block.lane = lane;
 
-    // Shared memory: a flag and barriers, staging, the ring.
-    constexpr u32 staging_at = 256;
+    // Shared memory: a flag and barriers, staging, the rings.
+    constexpr u32 staging_at = 512;
     block.last = reinterpret_cast<u32*>(memory);
     block.staging = reinterpret_cast<float*>(memory + staging_at);
     WideRing& ring = block.ring;
     ring.stages = args.ring_units;
-    ring.weight_bytes = 4 * args.half_stride;
-    ring.stride = 4 * args.half_stride + args.activation_stride;
-    ring.full = shared_address(memory) + 16, ring.empty = ring.full + 8 * ring.stages;
-    ring.base = ring.stage = shared_address(memory) + staging_at + STAGING_BYTES;
+    ring.strip_halves = SPLIT_K ? 2 : 4;
+    ring.weight_bytes = ring.strip_halves * args.half_stride;
+    ring.stride = ring.weight_bytes + args.activation_stride;
+    ring.full = shared_address(memory) + 16 + group * 16 * ring.stages, ring.empty = ring.full + 8 * ring.stages;
+    ring.base = ring.stage = shared_address(memory) + staging_at + staging_bytes<TOKENS, SPLIT_K>() + group * ring.stages * ring.stride;
     ring.slot = 0, ring.phase = 0;
-    if (threadIdx.x == 0) {
-        for (u32 i = 0; i < ring.stages; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, WIDE_WARPS);
+    if (block.warp == 0 && lane == 0) {
+        for (u32 i = 0; i < ring.stages; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, group_warps);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 
     WideProducer& producer = block.producer;
-    producer.cursor.unit = begin, producer.cursor.end = end;
-    producer.filled = 0, producer.phase = 0;
+    producer.cursor.unit = begin + group, producer.cursor.end = end;
+    producer.filled = 0, producer.phase = 0, producer.step = groups;
     WideProducer first{};
-    if (warp == 0) {
+    if (block.warp == 0) {
         if (producer.cursor.valid()) producer.cursor.seek(args);
         first = producer;
         for (u32 i = 0; i < ring.stages; ++i, producer.next(args, ring))
@@ -266,14 +203,14 @@ __device__ __forceinline__ void linear_wide(const LinearArgs& args) {
     }
     let_next_start();
     wait_for_previous();
-    if (warp == 0) {
+    if (block.warp == 0) {
         for (u32 i = 0; i < ring.stages; ++i, first.next(args, ring))
             if (first.cursor.valid()) first.template fetch<false, true>(ring);
         producer.phase = 0;  // the first refill waits for the first use
     }
 
     WideSegment segment{};
-    block.unit = begin, block.held = wide_buffers<TOKENS>();
+    block.unit = begin + group, block.held = 2;
     for (u32 at = begin; at < end;) {
         while (segment.shard + 1 < args.shard_count && at >= args.shards[segment.shard + 1].first_unit) ++segment.shard;
         const ShardArgs& shard = args.shards[segment.shard];
@@ -283,7 +220,7 @@ __device__ __forceinline__ void linear_wide(const LinearArgs& args) {
         segment.strip_end = segment.strip_begin + depth;
         const u32 segment_end = min(end, segment.strip_end);
         segment.complete = at == segment.strip_begin && segment_end == segment.strip_end;
-        dispatch_wide<TOKENS>(List{}, shard.kind, block, segment, segment_end);
+        dispatch_wide<TOKENS, SPLIT_K>(List{}, shard.kind, block, segment, segment_end);
         at = segment_end;
     }
 }

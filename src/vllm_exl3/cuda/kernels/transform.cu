@@ -4,7 +4,7 @@
 // launch, and then writes only its own part, in the fragment order of problem.cuh.
 #include "rotation.cuh"
 
-constexpr int TRANSFORM_THREADS = 1024;
+constexpr int TRANSFORM_THREADS = 896;  // 28 warps hold 112 blocks: 14336 channels
 constexpr int TRANSFORM_WARPS = TRANSFORM_THREADS / 32;
 constexpr int HELD = 4;  // 128-blocks whose loads a warp overlaps
 

@@ -1,0 +1,49 @@
+"""``vllm-exl3 bench``: how fast the kernels are on this machine's GPU, beside cuBLAS and the limit."""
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["bench"]
+
+bench = typer.Typer(help="Measure kernels on this machine's GPU.", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure kernels on this machine's GPU."""
+
+
+@bench.command()
+def linear(
+    shape: Annotated[list[str] | None, typer.Option(help="in×out such as 4096x14336; repeatable.")] = None,
+    bits: Annotated[list[float] | None, typer.Option(help="Bits a weight; repeatable.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.")] = None,
+    codebook: Annotated[str, typer.Option(help="mul1, mcg or 3inst.")] = "mul1",
+) -> None:
+    """Time whole linears (transform, GEMM, Hadamards, cast) in replayed CUDA graphs over rotating weights."""
+    import torch
+
+    from vllm_exl3.cuda.backend import unavailable
+
+    if (reason := unavailable()) is not None:
+        typer.echo(f"The CUDA kernels cannot run here: {reason}", err=True)
+        raise typer.Exit(1)
+    from vllm_exl3.cuda.timing import cublas_us, limit_us, linear_us
+    from vllm_exl3.pack.stored import Codebook
+
+    code = next((book for book in Codebook if book.label == codebook), None)
+    if code is None:
+        raise typer.BadParameter(f"codebook: {codebook} is none of {', '.join(book.label for book in Codebook)}")
+    typer.echo(f"{torch.cuda.get_device_name()}   µs a linear; limit: bytes over bandwidth or instructions")
+    for text in shape or ["4096x4096", "4096x14336", "14336x4096"]:
+        width, _, height = text.partition("x")
+        size = int(width), int(height)
+        for count in rows or [1, 4, 16, 64]:
+            dense = cublas_us(size, count)
+            for rate in bits or [4.0]:
+                us = linear_us(size, round(2 * rate), code, count)
+                typer.echo(
+                    f"{text:>12s} {codebook} K={rate:<4g} M={count:<4d} {us:8.2f}  "
+                    f"limit {limit_us(size, round(2 * rate)):7.2f}  cuBLAS bf16 {dense:8.2f}  {dense / us:.2f}×"
+                )

@@ -1,0 +1,154 @@
+"""``vllm-exl3 doctor``: whether this machine can serve EXL3 packs on its GPUs, and why not where it cannot."""
+
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import typer
+
+__all__ = ["doctor"]
+
+
+def doctor() -> None:
+    """Check the environment, every kernel against the plain PyTorch reference on each GPU, and one graph capture.
+
+    The exit status is 1 when something that serving needs is missing or wrong.
+    """
+    failed = 0
+    for name, check in _checks():
+        try:
+            note, good = check(), True
+        except Exception as error:
+            note, good = f"{type(error).__name__}: {error}", False
+        failed += not good
+        typer.echo(f"{'ok  ' if good else 'FAIL'}  {name}: {note}")
+    _variables()
+    if failed:
+        raise typer.Exit(1)
+
+
+def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "torch", _torch
+    yield "GPUs", _gpus
+    yield "NVRTC", _nvrtc
+    yield "kernel cache", _cache
+    yield "C compiler and Python.h (Triton, FlashInfer)", _triton
+    import torch
+
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
+        yield f"cuda:{index} graph capture", lambda index=index: _graph(index)
+
+
+def _torch() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} was built without CUDA; the CPU kernels serve packs here")
+    return f"{torch.__version__}, CUDA {torch.version.cuda}"
+
+
+def _gpus() -> str:
+    import torch
+
+    from vllm_exl3.cuda.backend import unsupported_device
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+    if (reason := unsupported_device()) is not None:
+        raise RuntimeError(reason)
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _nvrtc() -> str:
+    from vllm_exl3.cuda.compiler import compiler_unavailable, compiler_version
+
+    if (reason := compiler_unavailable()) is not None:
+        raise RuntimeError(reason)
+    return compiler_version()
+
+
+def _cache() -> str:
+    import os
+
+    from vllm_exl3.cuda.runtime import cache_folder
+
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not os.access(folder, os.W_OK):
+        raise RuntimeError(f"{folder} is not writable; set VLLM_EXL3_CACHE to a folder that is")
+    return f"{folder}, {sum(1 for _ in folder.glob('*.cubin'))} kernels"
+
+
+def _triton() -> str:
+    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if compiler is None or not header.exists():
+        missing = [name for name, there in (("a C compiler", compiler), ("Python.h", header.exists())) if not there]
+        raise RuntimeError(f"{' and '.join(missing)} not found: vLLM's Triton kernels cannot be built")
+    return f"{compiler}, {header}"
+
+
+def _kernels(index: int) -> str:
+    import torch
+
+    from vllm_exl3.cuda import linear, runtime
+    from vllm_exl3.cuda.survey import every_kind
+    from vllm_exl3.ops.linear import linear_reference
+    from vllm_exl3.ops.shards import Shard, pack_shards
+
+    device = torch.device("cuda", index)
+    torch.manual_seed(0)
+    layers = [Shard(half_bits, codebook, 256, 256, 0, 256) for half_bits, codebook in every_kind()]
+    linear.prepare([(tuple(pack_shards([shard])), 256) for shard in layers], device)
+    worst = 0.0
+    for shard in layers:
+        trellis = torch.randint(-(2**15), 2**15, (shard.trellis_words,), device=device).to(torch.int16)
+        suh, svh = torch.randn(2, 256, device=device).half()
+        layout = tuple(pack_shards([shard]))
+        for rows in (1, 7, 16, 40):
+            x = torch.randn(rows, 256, device=device)
+            expected = linear_reference(x, trellis, suh, svh, None, layout)
+            found = linear.linear(x, trellis, suh, svh, None, layout)
+            error = ((found - expected).norm() / expected.norm()).item()
+            if not error <= 1e-3:
+                raise RuntimeError(f"K={shard.half_bits / 2:g} codebook {shard.codebook} M={rows}: error {error:.2e}")
+            worst = max(worst, error)
+    return f"{runtime.device(index).limits.architecture}, {len(layers)} kinds, largest relative error {worst:.1e}"
+
+
+def _graph(index: int) -> str:
+    import torch
+
+    from vllm_exl3.cuda import linear
+    from vllm_exl3.ops.shards import Shard, pack_shards
+    from vllm_exl3.pack.stored import Codebook
+
+    device = torch.device("cuda", index)
+    shard = Shard(8, Codebook.MUL1, 512, 512, 0, 512)
+    layout = tuple(pack_shards([shard]))
+    trellis = torch.randint(-(2**15), 2**15, (shard.trellis_words,), device=device).to(torch.int16)
+    suh, svh, x = (
+        torch.randn(512, device=device).half(),
+        torch.randn(512, device=device).half(),
+        torch.randn(3, 512, device=device),
+    )
+    with torch.cuda.device(device):
+        expected = linear.linear(x, trellis, suh, svh, None, layout)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = linear.linear(x, trellis, suh, svh, None, layout)
+        graph.replay()
+        torch.cuda.synchronize()
+    if not torch.equal(captured, expected):
+        raise RuntimeError("a replayed graph gives other values than eager execution")
+    return "replay equals eager execution bit for bit"
+
+
+def _variables() -> None:
+    from vllm_exl3 import env
+
+    for variable in env.VARIABLES:
+        typer.echo(f"      {variable.name}={variable.get()!r}")

@@ -1,0 +1,43 @@
+"""``vllm-exl3 precompile``: fills the kernel cache ahead of time, with or without a GPU."""
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["precompile"]
+
+
+def precompile(
+    pack: Annotated[str | None, typer.Argument(help="A folder or Hub repository: only the kernels it needs.")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="GPU architecture such as sm_90a; repeatable. Default: the GPUs here.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the pack.")] = None,
+) -> None:
+    """Compile the GPU kernels into the cache, so that no start of the server has to.
+
+    Without a pack, every bit rate and codebook is compiled. Layers that fuse shards of different bit rates get their
+    kernels at their first load.
+    """
+    import time
+
+    from vllm_exl3.cuda.cache import CubinCache
+    from vllm_exl3.cuda.compiler import compiler_unavailable
+    from vllm_exl3.cuda.runtime import build, cache_folder
+    from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_kinds, typical_limits
+
+    if (reason := compiler_unavailable()) is not None:
+        typer.echo(f"Nothing can be compiled here: {reason}", err=True)
+        raise typer.Exit(1)
+    gpus = [typical_limits(name) for name in arch] if arch else local_gpus()
+    if not gpus:
+        typer.echo("No CUDA GPU here: name the architecture with --arch, such as --arch sm_90a", err=True)
+        raise typer.Exit(1)
+    kinds = pack_kinds(pack, revision) if pack else every_kind()
+    cache = CubinCache(cache_folder())
+    for limits in gpus:
+        started = time.perf_counter()
+        wanted = instances_for(kinds, limits)
+        build(wanted, limits.architecture, cache)
+        seconds = time.perf_counter() - started
+        typer.echo(f"{limits.architecture}: {len(wanted)} kernels ready in {cache.folder} after {seconds:.1f} s")

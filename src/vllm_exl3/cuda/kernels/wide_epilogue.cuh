@@ -1,0 +1,113 @@
+// The end of a strip in the wide kernel: pairs and blocks are added up, and the strip is stored. Included by linear_wide.cuh.
+#pragma once
+
+constexpr int CHUNK = 32;  // tokens whose outputs are in shared memory at once where the pairs hold two Hadamard blocks
+
+template <int TOKENS, bool SPLIT_K>
+constexpr u32 staging_bytes() {
+    return (SPLIT_K ? TOKENS : 2 * CHUNK) * OUTPUT_PITCH * 4;
+}
+
+// Adds what all blocks of a strip have, in the order of k, in the block that arrives last; elsewhere returns false.
+template <int GROUPS>
+__device__ __forceinline__ bool add_blocks(float4 (&sums)[GROUPS], WideBlock& block, const WideSegment& segment) {
+    const LinearArgs& args = block.args;
+    const u32 first = block_of_unit(args, segment.strip_begin), last = block_of_unit(args, segment.strip_end - 1);
+    const auto partials = [&](u32 from) {  // a block shares at most the strips at its two ends
+        const u32 second = range_begin(args, from) < segment.strip_begin ? 1 : 0;
+        return reinterpret_cast<float4*>(args.partials) + threadIdx.x +
+            static_cast<u64>(2 * (blockIdx.y * gridDim.x + from) + second) * args.partial_stride;
+    };
+    float4* mine = partials(blockIdx.x);
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) __stcg(mine + j * WIDE_THREADS, sums[j]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32* counter = &args.counters[blockIdx.y * args.total_strips + args.shards[segment.shard].first_strip + segment.strip];
+        *block.last = atomicInc(counter, last - first) == last - first;
+    }
+    __syncthreads();
+    if (!*block.last) return false;
+    __threadfence();
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) sums[j] = make_float4(0, 0, 0, 0);
+    for (u32 from = first; from <= last; ++from) {
+        const float4* other = partials(from);
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j) {
+            const float4 v = __ldcg(other + j * WIDE_THREADS);
+            sums[j].x += v.x, sums[j].y += v.y, sums[j].z += v.z, sums[j].w += v.w;
+        }
+    }
+    return true;
+}
+
+// Puts a thread's sums of 8 tokens, [token][channel], where whole warps read a token's channels.
+__device__ __forceinline__ void stage(float* outputs, const float4& sum, int first_token, int pair_warp, int lane) {
+    float* row = outputs + (first_token + 2 * (lane & 3)) * OUTPUT_PITCH + 16 * pair_warp + (lane >> 2);
+    row[0] = sum.x, row[OUTPUT_PITCH] = sum.y, row[8] = sum.z, row[OUTPUT_PITCH + 8] = sum.w;
+}
+
+// Stores `count` staged tokens, of which this warp takes every `step`-th.
+__device__ __forceinline__ void store_staged(const WideBlock& block, const WideSegment& segment, const float* outputs, u32 column,
+                                             u32 first_row, u32 count, u32 first, u32 step) {
+    const LinearArgs& args = block.args;
+    const ShardArgs& shard = args.shards[segment.shard];
+    if (column >= shard.out_features) return;
+    const uint2 svh = *reinterpret_cast<const uint2*>(shard.svh + column);
+    for (u32 token = first; token < count; token += step) {
+        const float4 value = *reinterpret_cast<const float4*>(outputs + token * OUTPUT_PITCH + 4 * block.lane);
+        const u32 row = first_row + token;
+        store_token(args, shard, value, args.scales[segment.shard * args.rows + row], svh, column, row, block.lane);
+    }
+}
+
+template <int TOKENS, bool SPLIT_K>
+__device__ __forceinline__ void finish_wide(float (&sums)[TOKENS / 2], WideBlock& block, const WideSegment& segment) {
+    const LinearArgs& args = block.args;
+    const u32 first_row = blockIdx.y * args.tile_rows, rows = min(args.tile_rows, args.rows - first_row);
+    const int pair_warp = block.warp % PAIR_WARPS;
+    const auto group = [&](int j) { return make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]); };
+    if constexpr (SPLIT_K) {
+        // Each pair finishes half of the tokens: it gives the other its sums of the other half, and takes its own.
+        constexpr int GROUPS = TOKENS / 16;
+        const u32 thread = threadIdx.x % PAIR_THREADS;
+        float4* exchange = reinterpret_cast<float4*>(block.staging);
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j)
+            exchange[(block.pair * GROUPS + j) * PAIR_THREADS + thread] = block.pair ? group(j) : group(j + GROUPS);
+        __syncthreads();
+        float4 totals[GROUPS];
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j) {
+            const float4 mine = block.pair ? group(j + GROUPS) : group(j);
+            const float4 other = exchange[((1 - block.pair) * GROUPS + j) * PAIR_THREADS + thread];
+            totals[j] = make_float4(mine.x + other.x, mine.y + other.y, mine.z + other.z, mine.w + other.w);
+        }
+        if (!segment.complete && !add_blocks(totals, block, segment)) return;
+        __syncthreads();  // the exchange has been read
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j) stage(block.staging, totals[j], 8 * (block.pair * GROUPS + j), pair_warp, block.lane);
+        __syncthreads();
+        store_staged(block, segment, block.staging, segment.strip * STRIP + 4 * block.lane, first_row, rows, threadIdx.x / 32,
+                     WIDE_THREADS / 32);
+        __syncthreads();
+    } else {
+        float4 totals[TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) totals[j] = group(j);
+        if (!segment.complete && !add_blocks(totals, block, segment)) return;
+        float* outputs = block.staging + block.pair * CHUNK * OUTPUT_PITCH;
+#pragma unroll
+        for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
+            if (chunk * CHUNK >= rows) break;
+#pragma unroll
+            for (int j = 0; j < CHUNK / 8; ++j) stage(outputs, totals[chunk * CHUNK / 8 + j], 8 * j, pair_warp, block.lane);
+            __syncthreads();
+            store_staged(block, segment, outputs, (2 * segment.strip + block.pair) * STRIP + 4 * block.lane, first_row + chunk * CHUNK,
+                         min(CHUNK, rows - chunk * CHUNK), pair_warp, PAIR_WARPS);
+            __syncthreads();
+        }
+    }
+}

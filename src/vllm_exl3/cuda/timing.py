@@ -1,0 +1,119 @@
+"""Timing of whole linears the way they run when served: replayed CUDA graphs over more weights than the L2 holds."""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from vllm_exl3.cuda import linear
+from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.ops.shards import Shard, pack_shards
+
+__all__ = ["Rotation", "cublas_us", "limit_us", "linear_us", "random_trellis", "random_weights", "replayed"]
+
+_ROTATED_BYTES = 320e6
+_INSTRUCTIONS_A_WEIGHT = 3.0
+
+
+def random_trellis(words: int) -> torch.Tensor:
+    """int16 words: random bits are a valid trellis."""
+    return torch.randint(-(2**15), 2**15, (words,), device="cuda", dtype=torch.int16)
+
+
+def random_weights(shard: Shard, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A trellis, and channel scales of both signs that are no powers of two."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    trellis = torch.randint(
+        -(2**15), 2**15, (shard.trellis_words,), generator=generator, device="cuda", dtype=torch.int16
+    )
+
+    def scale(size: int) -> torch.Tensor:
+        sign = torch.randint(0, 2, (size,), generator=generator, device="cuda") * 2 - 1
+        return (sign * (0.5 + torch.rand(size, generator=generator, device="cuda"))).half()
+
+    return trellis, scale(shard.in_features), scale(shard.out_features)
+
+
+def replayed(call: Callable[[int], object], copies: int, repeats: int = 7) -> float:
+    """Median microseconds of one call in a graph of ``copies`` calls."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for index in range(2):
+            call(index % copies)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(copies):
+            call(index)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times = []
+    for repeat in range(repeats + 2):
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(events[0].elapsed_time(events[1]) * 1e3 / copies)
+    return statistics.median(times)
+
+
+class Rotation:
+    """Weight copies of one shape, cut from one buffer that is larger than the L2 several times over.
+
+    Args:
+        shape: in and out features.
+        half_bits: 2·K.
+        codebook: a `Codebook` value.
+        buffer: int16, at least one copy long.
+    """
+
+    def __init__(self, shape: tuple[int, int], half_bits: int, codebook: int, buffer: torch.Tensor) -> None:
+        self.shard = Shard(half_bits, codebook, *shape, 0, shape[1])
+        words = self.shard.trellis_words
+        self.copies = max(3, min(64, math.ceil(_ROTATED_BYTES / (2 * words))))
+        step = min(words, (buffer.numel() - words) // self.copies // 1024 * 1024)
+        self.trellis = [buffer[index * step : index * step + words] for index in range(self.copies)]
+        _, self.suh, self.svh = random_weights(Shard(2, codebook, *shape, 0, shape[1]), 1)
+        self.layout = tuple(pack_shards([self.shard]))
+
+    def time(self, x: torch.Tensor, form: Form | None = None, planes: bool | None = None) -> float:
+        """Microseconds of one linear."""
+        return replayed(
+            lambda i: linear.linear(
+                x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form, planes=planes
+            ),
+            self.copies,
+        )
+
+
+def linear_us(shape: tuple[int, int], half_bits: int, codebook: int, rows: int) -> float:
+    """Microseconds of one linear of the native kernels on float16 input."""
+    words = shape[0] * shape[1] * half_bits // 32
+    rotation = Rotation(shape, half_bits, codebook, random_trellis(max(4 * words, int(_ROTATED_BYTES / 2) + words)))
+    return rotation.time(torch.randn(rows, shape[0], device="cuda", dtype=torch.float16))
+
+
+def cublas_us(shape: tuple[int, int], rows: int) -> float:
+    """Microseconds of torch's bf16 linear of the same shape."""
+    copies = max(3, math.ceil(_ROTATED_BYTES / (2 * shape[0] * shape[1])))
+    dense = [torch.randn(shape[1], shape[0], device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    x = torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
+    return replayed(lambda i: torch.nn.functional.linear(x, dense[i]), copies)
+
+
+@functools.cache
+def _bandwidth() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (replayed(lambda i: target.copy_(source), 3) * 1e-6)
+
+
+def limit_us(shape: tuple[int, int], half_bits: int) -> float:
+    """The larger of bytes over the copy bandwidth and three instructions a weight over the issue rate."""
+    properties = torch.cuda.get_device_properties(0)
+    clock = getattr(properties, "clock_rate", 0) * 1e3 or 1.755e9
+    issued = properties.multi_processor_count * 4 * 32 * clock / _INSTRUCTIONS_A_WEIGHT
+    count = shape[0] * shape[1]
+    return 1e6 * max(count * half_bits / 16 / _bandwidth(), count / issued)

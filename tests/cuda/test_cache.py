@@ -1,0 +1,136 @@
+"""The cubin cache: what it loads, what it refuses and rebuilds, and what happens when disk and processes misbehave."""
+
+import hashlib
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_exl3.cuda.cache import CubinCache, default_folder
+
+KEY = "ab" * 32
+IMAGE = b"\x7fELF machine code" * 100
+
+
+def _refuse() -> bytes:
+    raise AssertionError("built although it was cached")
+
+
+def _path(cache: CubinCache) -> Path:
+    return cache.folder / f"{KEY}.cubin"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CubinCache:
+    filled = CubinCache(tmp_path / "cubins")
+    assert filled.get(KEY, "kernel", lambda: IMAGE) == (IMAGE, False)
+    return filled
+
+
+def test_second_time_comes_from_disk(cache: CubinCache) -> None:
+    assert cache.get(KEY, "kernel", _refuse) == (IMAGE, True)
+    assert CubinCache(cache.folder).get(KEY, "kernel", _refuse) == (IMAGE, True)
+    assert _path(cache).stat().st_mode & 0o077 == 0
+    assert not list(cache.folder.glob(".new-*"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "magic"])
+def test_corrupt_files_are_rebuilt_and_said_once(
+    cache: CubinCache, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = bytearray(_path(cache).read_bytes())
+    if damage == "flip":
+        data[-1] ^= 1
+    elif damage == "truncate":
+        del data[-7:]
+    elif damage == "empty":
+        data.clear()
+    else:
+        data[0] ^= 1
+    _path(cache).write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert cache.get(KEY, "kernel", lambda: IMAGE) == (IMAGE, False)
+        _path(cache).write_bytes(data)
+        cache.get(KEY, "kernel", lambda: IMAGE)
+    assert sum("hash" in record.message for record in caplog.records) == 1
+    assert cache.get(KEY, "kernel", _refuse) == (IMAGE, True)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_files_that_others_can_write_are_not_loaded(cache: CubinCache, mode: int) -> None:
+    _path(cache).chmod(mode)
+    assert cache.get(KEY, "kernel", lambda: b"fresh") == (b"fresh", False)
+    assert cache.get(KEY, "kernel", _refuse) == (b"fresh", True)
+
+
+def test_folders_that_others_can_write_are_not_trusted(cache: CubinCache) -> None:
+    cache.folder.chmod(0o777)
+    assert cache.get(KEY, "kernel", lambda: b"fresh") == (b"fresh", False)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_files_of_another_user_are_not_loaded(cache: CubinCache) -> None:
+    os.chown(_path(cache), 12345, -1)
+    assert cache.get(KEY, "kernel", lambda: b"fresh") == (b"fresh", False)
+
+
+def test_links_are_not_followed(cache: CubinCache, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    _path(cache).rename(target)
+    _path(cache).symlink_to(target)
+    assert cache.get(KEY, "kernel", lambda: b"fresh") == (b"fresh", False)
+    assert hashlib.sha256(target.read_bytes()[-len(IMAGE) :]).digest() == hashlib.sha256(IMAGE).digest()
+
+
+def test_a_full_disk_costs_the_cache_only(
+    cache: CubinCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with caplog.at_level(logging.WARNING):
+        assert cache.get("cd" * 32, "other", lambda: b"x") == (b"x", False)
+        assert cache.get("ef" * 32, "third", lambda: b"y") == (b"y", False)
+    assert sum("No space" in record.message for record in caplog.records) == 1
+    assert not list(cache.folder.glob(".new-*"))
+
+
+def test_an_unusable_folder_costs_the_cache_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    broken = CubinCache(tmp_path / "file" / "cubins")
+    assert broken.get(KEY, "kernel", lambda: IMAGE) == (IMAGE, False)
+
+
+def _racer(folder: Path, builds: Path, barrier: object) -> None:
+    def build() -> bytes:
+        with builds.open("a") as file:
+            file.write("x")
+        return IMAGE
+
+    barrier.wait()  # type: ignore[attr-defined]
+    assert CubinCache(folder).get(KEY, "kernel", build)[0] == IMAGE
+
+
+def test_processes_build_once_between_them(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(6)
+    processes = [
+        context.Process(target=_racer, args=(tmp_path / "cubins", tmp_path / "builds", barrier)) for _ in range(6)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0] * 6
+    assert (tmp_path / "builds").read_text() == "x"
+
+
+def test_default_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "vllm_exl3" / "cubins"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".cache" / "vllm_exl3" / "cubins"

@@ -1,0 +1,77 @@
+"""Every kernel compiles for every architecture, without a GPU, without spills and without serialised wgmma."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from vllm_exl3.cuda.compiler import (
+    ARCHITECTURES,
+    CompileError,
+    Instance,
+    compile_instance,
+    compiler_unavailable,
+    fingerprint,
+)
+from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.plan import plan_linear
+from vllm_exl3.cuda.survey import every_kind, instances_for, typical_limits
+from vllm_exl3.ops.shards import Shard
+
+pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
+
+QUICK = ((2, 0), (3, 2), (8, 1), (8, 2), (10, 2), (7, 2), (12, 1), (16, 2))
+"""(half_bits, codebook) of the quick test, one an architecture."""
+
+
+def _compile(instances: list[Instance], architecture: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        cubins = list(pool.map(lambda instance: compile_instance(instance, architecture), instances))
+    for instance, cubin in zip(instances, cubins, strict=True):
+        assert cubin.image.startswith(b"\x7fELF"), instance
+        assert cubin.registers > 0, cubin.log
+        assert cubin.spill_bytes == 0, (instance, architecture, cubin.log)
+        assert not cubin.serialised, (instance, architecture, cubin.serialised)
+
+
+def _mixed(architecture: str) -> list[Instance]:
+    """A fused layer of two bit rates."""
+    shards = (Shard(8, 2, 4096, 4096, 0, 4096), Shard(10, 2, 4096, 1024, 0, 1024))
+    limits = typical_limits(architecture)
+    return [plan_linear(shards, form.tile_rows, 4096, form, limits).instance for form in (Form(True, 4), Form(False, 16))]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), list(zip(ARCHITECTURES, QUICK, strict=True)), ids=str)
+def test_kernels_compile(architecture: str, kind: tuple[int, int]) -> None:
+    _compile(instances_for([kind], typical_limits(architecture)) + _mixed(architecture)[:1], architecture)
+
+
+def test_mixed_layers_compile() -> None:
+    _compile(_mixed("sm_90a"), "sm_90a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", every_kind(), ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles(architecture: str, kind: tuple[int, int]) -> None:
+    _compile(instances_for([kind], typical_limits(architecture)), architecture)
+
+
+def test_errors_carry_the_log() -> None:
+    with pytest.raises(CompileError, match="INSTANCE_KINDS"):
+        compile_instance(Instance("linear.cu", "exl3_linear", (("INSTANCE_WARPS", "16"),)), "sm_80")
+
+
+def test_fingerprints_tell_what_decides_the_code() -> None:
+    one = Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", "8"), ("INSTANCE_CODEBOOK", "2")))
+    other = Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", "8"), ("INSTANCE_CODEBOOK", "1")))
+    prints = {fingerprint(instance, arch) for instance in (one, other) for arch in ("sm_90a", "sm_80")}
+    assert len(prints) == 4
+    assert fingerprint(one, "sm_90a") == fingerprint(one, "sm_90a")
+
+
+def test_spills_and_serialisation_are_seen() -> None:
+    from vllm_exl3.cuda.compiler import Cubin
+
+    log = "info : 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\ninfo : Used 128 registers\n"
+    cubin = Cubin(b"", log + "info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized")
+    assert (cubin.registers, cubin.spill_bytes, len(cubin.serialised)) == (128, 16, 1)

@@ -1,0 +1,55 @@
+"""Which form serves how many tokens where."""
+
+import pytest
+
+from vllm_exl3.cuda.compiler import ARCHITECTURES
+from vllm_exl3.cuda.dispatch import batch_invariant, choose_form, crossover, modelled
+from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.runtime import architecture_of
+from vllm_exl3.cuda.survey import typical_limits
+from vllm_exl3.pack.stored import Codebook
+
+MUL1, MCG, MIXED = frozenset({Codebook.MUL1}), frozenset({Codebook.MCG}), frozenset({Codebook.MUL1, Codebook.MCG})
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("codebooks", [MUL1, MCG, MIXED], ids=["mul1", "mcg", "mixed"])
+def test_forms_hold_a_batch_and_classes_are_intervals(architecture: str, codebooks: frozenset[int]) -> None:
+    forms = [choose_form(codebooks, rows, architecture) for rows in range(1, 300)]
+    classes = [(form.identity, form.wide) for form in forms]
+    assert classes == sorted(classes, key=lambda kind: (not kind[0], kind[1]))
+    for rows, form in enumerate(forms, 1):
+        assert form.tile_rows >= min(rows, 16)
+        assert not form.wide or typical_limits(architecture).warpgroups
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_one_class_serves_every_batch_when_asked(architecture: str) -> None:
+    forms = {choose_form(MUL1, rows, architecture, one_class=True) for rows in range(1, 300)}
+    assert len({(form.identity, form.wide) for form in forms}) == 1
+
+
+def test_crossovers_say_where_they_come_from() -> None:
+    assert crossover("sm_90a").measured == "NVIDIA H200"
+    assert crossover("sm_89") == modelled()
+    assert modelled().measured is None
+
+
+def test_mul1_by_the_integer_identity_at_few_tokens() -> None:
+    assert choose_form(MUL1, 1, "sm_90a") == Form(True, 4)
+    assert choose_form(MUL1, 16, "sm_90a") == Form(False, 16)
+    assert choose_form(MUL1, 33, "sm_90a") == Form(False, 64)
+    assert choose_form(MUL1, 33, "sm_80") == Form(False, 16)
+
+
+@pytest.mark.parametrize(("value", "asked"), [("1", True), ("0", False), ("", False), ("true", True)])
+def test_batch_invariance_is_vllms_own_variable(value: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    assert batch_invariant() is asked
+
+
+def test_architectures_are_exact() -> None:
+    capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+    assert tuple(architecture_of(capability) for capability in capabilities) == ARCHITECTURES
+    with pytest.raises(ValueError, match="sm_70"):
+        typical_limits("sm_70")
