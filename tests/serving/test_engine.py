@@ -103,7 +103,11 @@ def test_padded_biases_are_cut_to_the_layer(variant: Callable[..., Path]) -> Non
         bias = model_of(llm).get_submodule("model.layers.0.self_attn.qkv_proj").bias
         wide, narrow = torch.arange(256) / 256, torch.arange(64) / 256
         torch.testing.assert_close(bias.data, torch.cat([wide, narrow, narrow]))
-        assert relative_error(logits_of(llm, ids), logits) > 1e-2
+        before = logits_of(llm, ids)
+        assert relative_error(before, logits) > 1e-2
+        bias.data.zero_()
+        llm.collective_rpc("reload_weights")
+        torch.testing.assert_close(logits_of(llm, ids), before, rtol=0, atol=0)
 
 
 def poison(leaf: str, value: float) -> Callable[[Tensors], None]:
