@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 import vllm_exl3
-from tests.serving.conftest import PACKS
+from tests.serving.conftest import PACKS, Tensors
 from vllm_exl3 import env
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import NameResolver
@@ -240,13 +240,15 @@ def test_the_embedding_hook_leaves_the_stock_class_behind(monkeypatch: pytest.Mo
     assert type(layer.quant_method).__name__ == "UnquantizedEmbeddingMethod"
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [("qwen3-2.25-mul1-emb4", "quantized embeddings")],
-)
-def test_what_is_not_served_yet_is_refused_before_the_model_is_built(name: str, what: str) -> None:
-    with pytest.raises(Exl3PackError, match=what):
-        opened(name)
+def slice_one_mlp(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.0.mlp.down_proj.")]:
+        tensors[name.replace("down_proj.", "down_proj.slice.0.")] = tensors.pop(name)
+
+
+def test_what_is_not_served_yet_is_refused_before_the_model_is_built(variant: Callable[..., Path]) -> None:
+    config = Exl3Config.from_config({"quant_method": "exl3"})
+    with pytest.raises(Exl3PackError, match="sliced MLPs"):
+        config.maybe_update_config(str(variant("llama_tied-3.0-mul1", slice_one_mlp)))
 
 
 def drop_declaration(config: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from vllm_exl3.pack.stored import (
     StoredLinear,
     StoredNgramTable,
     StoredRowTable,
+    StoredScaledTable,
     StoredTensor,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "StoredLinear",
     "StoredNgramTable",
     "StoredRowTable",
+    "StoredScaledTable",
     "StoredTensor",
 ]

@@ -20,6 +20,7 @@ from vllm_exl3.pack.stored import (
     StoredLinear,
     StoredNgramTable,
     StoredRowTable,
+    StoredScaledTable,
     StoredTensor,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "NGRAM_EXTRA",
     "RING_GROUP",
     "RING_NGRAM",
+    "SCALE_GROUP",
     "Assembly",
     "assemble",
     "assemble_linear",
@@ -55,6 +57,9 @@ RING_GROUP = 256
 RING_NGRAM = 160
 """Values of one n-gram ring."""
 
+SCALE_GROUP = 128
+"""Columns of an int4 embedding that share a scale."""
+
 NGRAM_EXTRA = ("head_offsets", "head_vocab_sizes", "layer_multipliers")
 
 EXPERT = re.compile(r"^(?P<mlp>.+)\.experts\.(?P<index>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w1|w3|w2)$")
@@ -68,13 +73,13 @@ class Assembly:
 
     Attributes:
         linears: EXL3 linears.
-        embeddings: row-coded token embeddings.
+        embeddings: token embeddings that are row-coded, or integers with scales.
         ngram_tables: row-coded n-gram tables.
         dense: the ``.weight`` of every module without a trellis.
     """
 
     linears: dict[str, StoredLinear] = field(default_factory=dict)
-    embeddings: dict[str, StoredRowTable] = field(default_factory=dict)
+    embeddings: dict[str, StoredRowTable | StoredScaledTable] = field(default_factory=dict)
     ngram_tables: dict[str, StoredNgramTable] = field(default_factory=dict)
     dense: dict[str, StoredTensor] = field(default_factory=dict)
 
@@ -94,7 +99,9 @@ def assemble(tensors: Tensors) -> Assembly:
     for key, parts in modules.items():
         trellis = parts.get("trellis")
         if trellis is None:
-            if "weight" in parts:
+            if "qrows" in parts:
+                found.embeddings[key] = _scaled_table(key, parts)
+            elif "weight" in parts:
                 found.dense[key] = parts["weight"]
         elif len(trellis.shape) == 3:
             found.linears[key] = assemble_linear(key, parts)
@@ -213,6 +220,27 @@ def _row_table(key: str, parts: Parts) -> StoredRowTable:
     groups = signs.shape[0]
     bits = _ring_bits(trellis, words, groups, RING_GROUP)
     return StoredRowTable(key, bits, rows, groups, trellis, signs)
+
+
+def _scaled_table(key: str, parts: Parts) -> StoredScaledTable:
+    table, scales = parts["qrows"], parts.get("scales")
+    if scales is None:
+        raise Exl3PackError(
+            found="no .scales",
+            expected="one beside .qrows",
+            where=_place(table),
+            remedy="A file of the pack is missing: fetch the pack again, or make it anew with vllm-exl3 embed-quant.",
+        )
+    _expect_dtype(table, "I8", "U8")
+    _expect_dtype(scales, "F16", "BF16", "F32")
+    if len(table.shape) != 2 or not table.shape[0] or not table.shape[1]:
+        raise _shape(table, "[rows, columns]")
+    rows, columns = table.shape
+    bits = 8 if table.dtype == "I8" else 4
+    groups = 1 if bits == 8 else -(-2 * columns // SCALE_GROUP)
+    if scales.shape != (rows, groups):
+        raise _shape(scales, f"[{rows}, {groups}] to match {list(table.shape)} of {table.name}")
+    return StoredScaledTable(key, bits, rows, groups, table, scales)
 
 
 def _ngram_table(key: str, numbered: Mapping[int, StoredTensor], parts: Parts) -> StoredNgramTable:

@@ -24,7 +24,14 @@ from vllm_exl3.pack.spelling import (
     is_outside_layers,
     keys_are_values,
 )
-from vllm_exl3.pack.stored import ExpertGroup, StoredLinear, StoredNgramTable, StoredRowTable, StoredTensor
+from vllm_exl3.pack.stored import (
+    ExpertGroup,
+    StoredLinear,
+    StoredNgramTable,
+    StoredRowTable,
+    StoredScaledTable,
+    StoredTensor,
+)
 
 __all__ = ["NameResolver", "Part", "Resolution"]
 
@@ -117,8 +124,8 @@ class NameResolver:
         self._claimed.update(keys, (linear.key for part in parts for linear in part.slices))
         return Resolution(prefix, parts)
 
-    def resolve_embedding(self, prefix: str = "") -> StoredRowTable | StoredNgramTable | None:
-        """The row-coded table for an embedding module, or None when it is dense or absent."""
+    def resolve_embedding(self, prefix: str = "") -> StoredRowTable | StoredScaledTable | StoredNgramTable | None:
+        """The quantized table for an embedding module, or None when it is dense or absent."""
         key = self._unique(prefix) if prefix else self._by_leaf(EMBEDDING_NAMES)
         if key is None:
             return None

@@ -22,7 +22,14 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.files import missing_file_fault, no_trellis_fault, weight_files
 from vllm_exl3.pack.headers import FileHeader, paused_gc, read_header
 from vllm_exl3.pack.source import LocalFolder, Source
-from vllm_exl3.pack.stored import ExpertGroup, StoredLinear, StoredNgramTable, StoredRowTable, StoredTensor
+from vllm_exl3.pack.stored import (
+    ExpertGroup,
+    StoredLinear,
+    StoredNgramTable,
+    StoredRowTable,
+    StoredScaledTable,
+    StoredTensor,
+)
 
 __all__ = ["Pack"]
 
@@ -30,6 +37,7 @@ INDEX = "model.safetensors.index.json"
 _THREADS = 8
 _KEPT = 4
 _opened: "OrderedDict[tuple[object, ...], Pack]" = OrderedDict()
+_opened_lock = threading.Lock()
 
 _NUMPY = {
     "BOOL": "?",
@@ -37,7 +45,6 @@ _NUMPY = {
     "I8": "i1",
     "I16": "<i2",
     "U16": "<u2",
-_opened_lock = threading.Lock()
     "F16": "<f2",
     "BF16": "<u2",
     "I32": "<i4",
@@ -60,7 +67,7 @@ class Pack:
         files: the headers by file name.
         tensors: every stored tensor by name.
         linears: EXL3 linears by module key.
-        embeddings: row-coded token embeddings by module key.
+        embeddings: token embeddings that are row-coded, or integers with scales, by module key.
         ngram_tables: row-coded n-gram tables by module key.
         dense: the ``.weight`` of every module that has no trellis, by module key.
         nbytes: bytes of all tensors.
@@ -203,10 +210,12 @@ class Pack:
             if fault := missing_file_fault(self):
                 raise fault from None
             raise
-        if not (found.linears or found.embeddings or found.ngram_tables):
+        # An integer table alone makes no EXL3 pack: other formats carry one as well.
+        coded = any(isinstance(table, StoredRowTable) for table in found.embeddings.values())
+        if not (found.linears or coded or found.ngram_tables):
             raise missing_file_fault(self) or no_trellis_fault(self._files, self.tensors, self.config)
         self.linears: Mapping[str, StoredLinear] = found.linears
-        self.embeddings: Mapping[str, StoredRowTable] = found.embeddings
+        self.embeddings: Mapping[str, StoredRowTable | StoredScaledTable] = found.embeddings
         self.ngram_tables: Mapping[str, StoredNgramTable] = found.ngram_tables
         self.dense: Mapping[str, StoredTensor] = found.dense
 

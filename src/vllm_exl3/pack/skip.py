@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_exl3.pack.assemble import LINEAR_LEAVES, NGRAM_EXTRA
 from vllm_exl3.pack.pack import Pack
-from vllm_exl3.pack.stored import StoredTensor
+from vllm_exl3.pack.stored import StoredRowTable, StoredTensor
 
 __all__ = ["MAIN_LAYER", "RULES", "Accounts", "Rule", "Skipper", "classify", "draft_layers", "main_layers"]
 
@@ -151,12 +151,18 @@ def _served_as(pack: Pack, key: str, leaf: str, tensor: StoredTensor, other: str
     if key in pack.linears:
         kind = ("EXL3 experts" if ".experts." in key else "EXL3 linears") if leaf in LINEAR_LEAVES else None
     elif key in pack.embeddings:
-        kind = "EXL3 embeddings" if leaf in ("trellis", "signs") else None
+        kind = _embedding_class(pack, key, leaf)
     elif _ngram_owner(pack, key):
         kind = "EXL3 n-gram tables" if leaf in ("trellis", "head_bias", *NGRAM_EXTRA) else None
     elif tensor.dtype in ("F16", "BF16", "F32", "F64", "I64", "I32", "BOOL") and leaf not in LINEAR_LEAVES[:-1]:
         kind = "dense"
     return kind
+
+
+def _embedding_class(pack: Pack, key: str, leaf: str) -> str | None:
+    if isinstance(pack.embeddings[key], StoredRowTable):
+        return "EXL3 embeddings" if leaf in ("trellis", "signs") else None
+    return f"int{pack.embeddings[key].bits} embeddings" if leaf in ("qrows", "scales") else None
 
 
 def _ngram_owner(pack: Pack, key: str) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "StoredLinear",
     "StoredNgramTable",
     "StoredRowTable",
+    "StoredScaledTable",
     "StoredTensor",
 ]
 
@@ -127,6 +128,32 @@ class StoredRowTable:
     def nbytes(self) -> int:
         """Bytes of everything this table stores."""
         return self.trellis.nbytes + self.signs.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScaledTable:
+    """A token embedding of plain integers with scales: int8 rows, or int4 in groups of 128 columns.
+
+    Attributes:
+        key: the module's name in the checkpoint, such as ``model.embed_tokens``.
+        bits: 8 or 4.
+        rows: rows of the table (the vocabulary).
+        groups: scales per row: 1 of int8, one for each 128 columns begun of int4.
+        table: I8 ``[rows, hidden]``, or U8 ``[rows, ceil(hidden/2)]`` with the even column in the low half.
+        scales: F16, BF16 or F32 ``[rows, groups]``.
+    """
+
+    key: str
+    bits: int
+    rows: int
+    groups: int
+    table: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything this table stores."""
+        return self.table.nbytes + self.scales.nbytes
 
 
 @dataclass(frozen=True, slots=True)

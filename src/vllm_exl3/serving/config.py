@@ -21,9 +21,12 @@ from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
+from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import NameResolver, Part, Resolution
+from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
+from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table, TiedHeadMethod
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
@@ -70,7 +73,7 @@ class Exl3Config(QuantizationConfig):
         self._resolver: NameResolver | None = None
         self._packed_modules: dict[str, list[str]] = {}
         self._claimed: set[str] = set()
-        self._embeddings: list[tuple[VocabParallelEmbedding, Exl3EmbeddingMethod]] = []
+        self._embeddings: list[tuple[VocabParallelEmbedding, Exl3EmbeddingMethod | QuantizedEmbeddingMethod]] = []
         self._head_rename: dict[re.Pattern[str], str] = {}
         self._names_verified = False
         self._source_format: SourceFormat | None = None
@@ -187,9 +190,7 @@ class Exl3Config(QuantizationConfig):
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            method = Exl3EmbeddingMethod(self, has_own_head=self._own_head_key() is not None)
-            self._embeddings.append((layer, method))
-            return method
+            return self._embedding_method(layer, prefix)
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, LinearBase):
@@ -232,6 +233,32 @@ class Exl3Config(QuantizationConfig):
         names.draft = is_draft(self.pack, self._claimed)
         elsewhere = OtherStages(self.pack)
         names.raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else elsewhere.reason(key))
+        if not names.draft:
+            self._check_embeddings_claimed(elsewhere)
+
+    def _check_embeddings_claimed(self, elsewhere: OtherStages) -> None:
+        for key, table in self.pack.embeddings.items():
+            if key not in self._claimed and elsewhere.reason(key) is None:
+                raise Exl3PackError(
+                    found=f"a quantized embedding of {table.rows} rows that no layer of the model asks for",
+                    expected="a VocabParallelEmbedding of that vocabulary and the table's width",
+                    where=f"{key} in {self.pack.source}",
+                    remedy="vLLM's class for this model builds its embedding in another way: use a pack whose "
+                    "embedding is in 16 bits.",
+                )
+
+    def _embedding_method(self, layer: VocabParallelEmbedding, prefix: str) -> QuantizeMethodBase:
+        stored = self._names().resolve_embedding(prefix)
+        method: Exl3EmbeddingMethod | QuantizedEmbeddingMethod
+        method = Exl3EmbeddingMethod(self, has_own_head=self._own_head_key() is not None)
+        if isinstance(stored, (StoredRowTable, StoredScaledTable)):
+            table = Table.of(stored)
+            # Without a name to go by, a layer of another size is another table, which is dense.
+            if prefix or table.fits(layer.org_vocab_size, layer.embedding_dim):
+                method = QuantizedEmbeddingMethod(prefix, table, self)
+                self._claimed.add(stored.key)
+        self._embeddings.append((layer, method))
+        return method
 
     def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
         resolution = self.resolve(prefix)
@@ -267,6 +294,8 @@ class Exl3Config(QuantizationConfig):
 
     def _head_method(self, prefix: str) -> QuantizeMethodBase | None:
         resolution = self.resolve(prefix or "lm_head")
+        if resolution is None and self.pack.embeddings:
+            return TiedHeadMethod()
         if resolution is None:
             return None
         if resolution.parts[0].linear is None:
@@ -286,13 +315,15 @@ class Exl3Config(QuantizationConfig):
             return
         if not get_pp_group().is_last_rank:
             return  # the head is another pipeline stage's
-        table = next((name for name in self.pack.dense if name.rpartition(".")[2] == "embed_tokens"), None)
+        tables = (*self.pack.embeddings, *self.pack.dense)
+        table = next((name for name in tables if name.rpartition(".")[2] == "embed_tokens"), None)
         resolution = self.resolve(self._map_name(f"{key}.trellis").removesuffix(".trellis"))
         if table is None or resolution is None:
             return
         layer, method = self._embeddings[0]
         method.attach_head(layer, key, resolution.parts)
-        self._head_rename = {re.compile(rf"^{re.escape(key)}\.(?=[^.]+$)"): f"{table}."}
+        holder = f"{table}.head." if table in self.pack.embeddings else f"{table}."
+        self._head_rename = {re.compile(rf"^{re.escape(key)}\.(?=[^.]+$)"): holder}
 
     def _map_name(self, name: str) -> str:
         for mapper in self._mappers:

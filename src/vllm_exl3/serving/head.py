@@ -5,17 +5,11 @@ a ``ParallelLMHead`` for it; some (Gemma 2) multiply by the embedding instead, a
 tensors are attached to the embedding layer.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
-from vllm.model_executor.custom_op import PluggableLayer
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
@@ -25,7 +19,7 @@ from vllm_exl3.serving.linear import Exl3LinearMethod
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
-__all__ = ["Exl3EmbeddingMethod", "Exl3HeadMethod", "register_embedding_hook"]
+__all__ = ["Exl3EmbeddingMethod", "Exl3HeadMethod"]
 
 
 class Exl3HeadMethod(Exl3LinearMethod):
@@ -44,8 +38,8 @@ class Exl3HeadMethod(Exl3LinearMethod):
         """Register the parameters for this rank's range of the vocabulary."""
         self.register_head(layer, params_dtype)
 
-    def register_head(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Register the head's parameters on a ``VocabParallelEmbedding``."""
+    def register_head(self, layer: torch.nn.Module, dtype: torch.dtype, holder: torch.nn.Module | None = None) -> None:
+        """Register the head's parameters on a ``VocabParallelEmbedding``, or for one on another module."""
         linear = self.parts[0].linear
         assert linear is not None
         indices = layer.shard_indices
@@ -59,7 +53,7 @@ class Exl3HeadMethod(Exl3LinearMethod):
                 remedy="Use a smaller --tensor-parallel-size.",
             )
         width = layer.embedding_dim
-        self.register(layer, [Output(layer.org_vocab_size, start, size)], (0, width, width), dtype)
+        self.register(holder or layer, [Output(layer.org_vocab_size, start, size)], (0, width, width), dtype)
         self._missing = layer.num_embeddings_per_partition - size
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,26 +102,3 @@ class Exl3EmbeddingMethod(UnquantizedEmbeddingMethod):
         if self.head is not None:
             return self.head.apply(layer, x, bias)
         return super().apply(layer, x, bias)
-
-
-def register_embedding_hook() -> None:
-    """Give embeddings the quantization config that most vLLM model classes do not pass on.
-
-    Uses vLLM's out-of-tree replacement of pluggable layers. The instance becomes an ordinary
-    ``VocabParallelEmbedding`` again once built, so exact type checks (LoRA's) still hold.
-    """
-    signature = inspect.signature(VocabParallelEmbedding.__init__)
-
-    class ConfiguredVocabParallelEmbedding(VocabParallelEmbedding):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            from vllm_exl3.serving.config import Exl3Config
-
-            bound = signature.bind(self, *args, **kwargs)
-            current = get_current_vllm_config_or_none()
-            config = current.quant_config if current is not None else None
-            if bound.arguments.get("quant_config") is None and isinstance(config, Exl3Config):
-                bound.arguments["quant_config"] = config
-            VocabParallelEmbedding.__init__(*bound.args, **bound.kwargs)
-            self.__class__ = VocabParallelEmbedding
-
-    PluggableLayer.register_oot(ConfiguredVocabParallelEmbedding, name="VocabParallelEmbedding")

@@ -36,7 +36,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from vllm_exl3.serving.config import Exl3Config
-    from vllm_exl3.serving.head import register_embedding_hook
+    from vllm_exl3.serving.embedding_hook import register_embedding_hook
 
     register_quantization_config("exl3")(Exl3Config)
     register_embedding_hook()

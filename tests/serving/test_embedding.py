@@ -1,0 +1,294 @@
+"""Engines with quantized token embeddings: EXL3 row codes, int8 and int4 tables, tied and untied, TP 2."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
+from tests.serving.engine import engine, generate, logits_of, model_of
+from vllm_exl3.ops import backends
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.scaled_rows import dequantize_rows
+from vllm_exl3.tools.table_writer import quantize_embedding
+
+ROW_CODED = "qwen3-2.25-mul1-emb4"
+ODD = "llama_odd-4.0-mul1"
+TIED = "llama_tied-3.0-mul1"
+GEMMA = "gemma2-6.0-mcg"
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
+RANK = Path(__file__).with_name("rank.py")
+KEY = "model.embed_tokens"
+
+
+def slow(*values: Any) -> Any:
+    """A case that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def two_ranks(pack: Path) -> str:
+    """Output of a tensor-parallel engine of two processes."""
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(RANK.parents[2]), *sys.path]),
+    }
+    for left in Path("/dev/shm").glob("*-cpushm_*"):
+        left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(RANK), str(pack)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return output.stdout + output.stderr[-4000:]
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def sixteen_bit_twin(folder: Path, target: Path, width: int) -> Path:
+    """The same model with its integer table dequantized, float32 so that nothing is rounded."""
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".jinja") and path.name != "quantization_config.json":
+            (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantized_embeddings")
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = tensors_of(folder)
+    codes, scales = tensors.pop(f"{KEY}.qrows"), tensors.pop(f"{KEY}.scales")
+    values = dequantize_rows(codes.numpy(), scales.float().numpy(), width)
+    tensors[f"{KEY}.weight"] = torch.from_numpy(values).contiguous()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_a_row_coded_pack_gives_exllamav3s_logits() -> None:
+    ids, logits = golden_logits(ROW_CODED)
+    backends.reset_calls()
+    with engine(PACKS / ROW_CODED) as llm:
+        assert relative_error(logits_of(llm, ids), logits) <= 1e-3
+        parameters = dict(model_of(llm).get_submodule(KEY).named_parameters())
+    assert {name: (param.dtype, tuple(param.shape)) for name, param in parameters.items()} == {
+        "trellis": (torch.int16, (640, 65)),
+        "signs": (torch.float16, (1, 256)),
+    }
+    assert any(op == "embedding" for op, _, _ in backends.calls())
+
+
+def swap_two_rows(tensors: Tensors) -> None:
+    first, second = golden_logits(ROW_CODED)[0][:2]
+    table = tensors[f"{KEY}.trellis"]
+    table[[first, second]] = table[[second, first]]
+
+
+def flip_one_sign(tensors: Tensors) -> None:
+    tensors[f"{KEY}.signs"][0, 17] *= -1
+
+
+def enlarge_one_scale(tensors: Tensors) -> None:
+    row = tensors[f"{KEY}.trellis"][golden_logits(ROW_CODED)[0][3]]
+    row[:1] = (row[:1].view(torch.float16) * 1.25).view(torch.int16)
+
+
+@pytest.mark.parametrize("fault", [flip_one_sign, slow(swap_two_rows), slow(enlarge_one_scale)])
+def test_the_bound_catches_a_wrong_row_sign_or_scale(
+    variant: Callable[..., Path], fault: Callable[[Tensors], None]
+) -> None:
+    ids, logits = golden_logits(ROW_CODED)
+    with engine(variant(ROW_CODED, fault)) as llm:
+        assert relative_error(logits_of(llm, ids), logits) > 1e-3
+
+
+@pytest.mark.slow
+def test_reloading_a_row_coded_table_gives_the_same_logits() -> None:
+    ids, _ = golden_logits(ROW_CODED)
+    with engine(PACKS / ROW_CODED) as llm:
+        before = logits_of(llm, ids)
+        layer = model_of(llm).get_submodule(KEY)
+        address = layer.trellis.data_ptr()
+        layer.trellis.data.zero_()
+        assert relative_error(logits_of(llm, ids), before.double().numpy()) > 0.1
+        llm.collective_rpc("reload_weights")
+        torch.testing.assert_close(logits_of(llm, ids), before, rtol=0, atol=0)
+        assert layer.trellis.data_ptr() == address
+
+
+@pytest.mark.slow
+def test_compiled_engines_and_dummy_weights() -> None:
+    with engine(PACKS / ROW_CODED) as llm:
+        eager = generate(llm, PROMPTS)
+    with engine(PACKS / ROW_CODED, enforce_eager=False) as llm:
+        assert generate(llm, PROMPTS) == eager
+    with engine(PACKS / ROW_CODED, load_format="dummy") as llm:
+        assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
+
+
+def test_two_ranks_give_one_ranks_tokens_from_a_row_code() -> None:
+    with engine(PACKS / ROW_CODED) as llm:
+        alone = generate(llm, PROMPTS, 24)
+    assert f"TOKENS {alone}" in (output := two_ranks(PACKS / ROW_CODED)), output
+
+
+@pytest.mark.parametrize("bits", [4, slow(8)])
+def test_an_integer_table_in_an_exl3_pack_is_its_dequantized_twin_bit_for_bit(bits: int, tmp_path: Path) -> None:
+    """The class (Llama) passes neither quantization config nor name to its embedding."""
+    quantize_embedding(PACKS / ODD, tmp_path / "pack", bits)
+    ids, logits = golden_logits(ODD)
+    with engine(tmp_path / "pack") as llm:
+        ours = logits_of(llm, ids)
+        assert set(dict(model_of(llm).get_submodule(KEY).named_parameters())) == {"qrows", "scales"}
+    with engine(sixteen_bit_twin(tmp_path / "pack", tmp_path / "twin", 256)) as llm:
+        assert torch.equal(logits_of(llm, ids), ours)
+    assert relative_error(ours, logits) < (0.02 if bits == 8 else 0.3)
+
+
+def drop_the_head(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("lm_head.")]:
+        del tensors[name]
+
+
+def test_a_head_tied_to_an_integer_table_gets_its_logits_from_it(variant: Callable[..., Path], tmp_path: Path) -> None:
+    source = variant(TIED, drop_the_head, lambda config: config.update(tie_word_embeddings=True))
+    ids, _ = golden_logits(TIED)
+    quantize_embedding(source, tmp_path / "pack", 8)
+    with engine(tmp_path / "pack") as llm:
+        ours, tokens = logits_of(llm, ids), generate(llm, PROMPTS, 24)
+        assert not dict(model_of(llm).get_submodule("lm_head").named_parameters())
+    with engine(sixteen_bit_twin(tmp_path / "pack", tmp_path / "twin", 256)) as llm:
+        torch.testing.assert_close(logits_of(llm, ids), ours, rtol=1e-4, atol=1e-5)
+    assert f"TOKENS {tokens}" in (output := two_ranks(tmp_path / "pack")), output
+
+
+@pytest.mark.slow
+def test_a_pack_s_own_head_serves_a_class_that_multiplies_by_its_quantized_embedding(tmp_path: Path) -> None:
+    """Gemma 2 builds no head: the pack's is attached to the embedding, beside the table."""
+    quantize_embedding(PACKS / GEMMA, tmp_path / "pack", 8)
+    ids, logits = golden_logits(GEMMA)
+    with engine(tmp_path / "pack") as llm:
+        ours = logits_of(llm, ids)
+        names = set(dict(model_of(llm).get_submodule(KEY).named_parameters()))
+        assert {"qrows", "scales", "head.trellis"} <= names
+    with engine(sixteen_bit_twin(tmp_path / "pack", tmp_path / "twin", 256)) as llm:
+        assert torch.equal(logits_of(llm, ids), ours)
+    assert relative_error(ours, logits) < 0.02
+
+
+def cut_rows(tensors: Tensors) -> None:
+    tensors[f"{KEY}.trellis"] = tensors[f"{KEY}.trellis"][:600].contiguous()
+
+
+def poison_sign(tensors: Tensors) -> None:
+    tensors[f"{KEY}.signs"][0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("fault", [cut_rows, poison_sign])
+def test_a_table_that_does_not_fit_or_is_no_number_is_refused(
+    variant: Callable[..., Path], fault: Callable[[Tensors], None]
+) -> None:
+    with pytest.raises(Exl3PackError, match=r"embed_tokens"), engine(variant(ROW_CODED, fault)):
+        pass
+
+
+def plain_llama(folder: Path, quantization: dict[str, Any] | None, *, tied: bool) -> Path:
+    """A random Llama of 192 channels (one and a half groups of 128), 16-bit or with GPTQ linears."""
+    folder.mkdir()
+    hidden, mlp, vocabulary = 192, 384, 320
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+    }
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(0)
+    tensors = {f"{KEY}.weight": torch.randn((vocabulary, hidden), generator=random).bfloat16()}
+    if not tied:
+        tensors["lm_head.weight"] = torch.randn((vocabulary, hidden), generator=random).bfloat16() * 0.05
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        shapes = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        shapes |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}
+        for name, (outputs, inputs) in shapes.items():
+            tensors |= linear_tensors(f"{prefix}.{name}", inputs, outputs, random, gptq=quantization is not None)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def linear_tensors(key: str, inputs: int, outputs: int, random: torch.Generator, *, gptq: bool) -> Tensors:
+    if not gptq:
+        return {f"{key}.weight": (torch.randn((outputs, inputs), generator=random) * 0.05).bfloat16()}
+    words = torch.randint(-(2**31), 2**31 - 1, (inputs // 8, outputs), generator=random).int()
+    groups = inputs // 64
+    return {
+        f"{key}.qweight": words,
+        f"{key}.qzeros": torch.full((groups, outputs // 8), 0x77777777).int(),
+        f"{key}.scales": (torch.rand((groups, outputs), generator=random) * 0.02 + 0.005).half(),
+        f"{key}.g_idx": (torch.arange(inputs) // 64).int(),
+    }
+
+
+@pytest.mark.parametrize(("bits", "tied"), [(4, True), slow(4, False), slow(8, True), slow(8, False)])
+def test_a_model_that_is_not_exl3_at_all(bits: int, tied: bool, tmp_path: Path) -> None:
+    source = plain_llama(tmp_path / "source", None, tied=tied)
+    quantize_embedding(source, tmp_path / "model", bits)
+    ids = [1, 5, 9, 300, 319, 2]
+    with engine(tmp_path / "model") as llm:
+        ours = logits_of(llm, ids)
+        assert type(model_of(llm).get_submodule(KEY).quant_method).__name__ == "QuantizedEmbeddingMethod"
+    with engine(sixteen_bit_twin(tmp_path / "model", tmp_path / "twin", 192)) as llm:
+        theirs = logits_of(llm, ids)
+    torch.testing.assert_close(theirs, ours, **({"rtol": 1e-4, "atol": 1e-4} if tied else {"rtol": 0, "atol": 0}))
+    with engine(source) as llm:
+        assert relative_error(logits_of(llm, ids), ours.double().numpy()) > 1e-4
+
+
+def test_a_gptq_model_keeps_its_linears(tmp_path: Path) -> None:
+    """bfloat16 throughout: the table of the twin is rounded to it, as the op rounds."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+    quantize_embedding(plain_llama(tmp_path / "source", gptq, tied=False), tmp_path / "model", 4)
+    ids = [1, 5, 9, 300, 319, 2]
+    with engine(tmp_path / "model", dtype="bfloat16") as llm:
+        ours = logits_of(llm, ids)
+        linear = model_of(llm).get_submodule("model.layers.0.self_attn.qkv_proj")
+        assert "GPTQ" in type(linear.quant_method).__name__
+    with engine(sixteen_bit_twin(tmp_path / "model", tmp_path / "twin", 192), dtype="bfloat16") as llm:
+        assert torch.equal(logits_of(llm, ids), ours)
+
+
+def test_a_declaration_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    source = plain_llama(tmp_path / "source", None, tied=False)
+    config = json.loads((source / "config.json").read_text())
+    config["quantized_embeddings"] = {KEY: {"bits": 5, "rows": 320, "width": 192}}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exl3PackError, match="quantized_embeddings"), engine(source):
+        pass
+
+
+def test_a_declared_table_that_fits_no_layer_is_not_served_dense(tmp_path: Path) -> None:
+    quantize_embedding(plain_llama(tmp_path / "source", None, tied=False), tmp_path / "model", 8)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantized_embeddings"][KEY]["rows"] = 321
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="qrows"), engine(tmp_path / "model"):
+        pass
