@@ -1,6 +1,7 @@
 """The MoE method without an engine: layouts, loaders and refusals, every rank of a split in one process."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,24 @@ def test_expert_parallel_ranks_take_whole_experts(tmp_path: Path) -> None:
         assert len(loaded) - markers == len(here) * 3 * 4
         total += run(module, x, weights, ids)
     assert error(total, layer.oracle(x, weights, ids)) < 1e-3
+
+
+def test_a_rank_without_experts_is_refused(tmp_path: Path) -> None:
+    layer = random_layer(2, 128, 128)
+    pack = open_pack(tmp_path, stored(layer))
+    with pytest.raises(Exl3PackError, match="at least one expert on every rank"):
+        build(pack, layer, here=[])
+
+
+def test_a_wrong_marker_value_is_refused_while_loading(tmp_path: Path) -> None:
+    """From the Hub, the check before loading reads only some of them."""
+    layer = random_layer(2, 128, 128)
+    tensors = stored(layer)
+    module = build(open_pack(tmp_path, tensors), layer)
+    name = next(name for name in tensors if name.endswith(".mul1"))
+    wrong = {name: ("I32", np.array(MARKER_VALUES["mul1"] ^ 1))}
+    with pytest.raises(Exl3PackError, match=re.escape(name)):
+        load(module, wrong)
 
 
 @pytest.mark.parametrize("shard_id", ["w1", "w3"])

@@ -16,8 +16,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.stored import TILE, Codebook, ExpertGroup
-from vllm_exl3.serving.loading import check_shape, unpack_signs_like
+from vllm_exl3.pack.stored import TILE, Codebook, ExpertGroup, StoredLinear
+from vllm_exl3.serving.loading import check_loaded_marker, check_shape, unpack_signs_like
 from vllm_exl3.serving.models.laguna import is_laguna, routed_scale
 from vllm_exl3.serving.moe_checks import (
     ActivationCall,
@@ -107,7 +107,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         object.__setattr__(layer, "w2_weight_packed", layer.w2_trellis)
         # vLLM 0.30 and 0.31 take a 3-D tensor for stacked experts; the runner calls the instance's own method.
         layer.load_weights = _expert_loader(layer)
-        self.config.report.add_experts(self.where, layout)
+        self.config.report.add_experts(self.where, layer, layout)
 
     def load_trellis(
         self,
@@ -188,11 +188,16 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Nothing to keep: `vllm_exl3.pack.check` has verified every marker's value."""
-        return True if return_success else None
+        """Check a codebook's marker; there is nothing to keep. False for foreign experts."""
+        linear = self._linear(shard_id, expert_id)
+        if linear is not None and linear.marker is not None:
+            check_loaded_marker(linear.marker, loaded_weight)
+        return linear is not None if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Refuse a layer that would serve noise because tensors never came or hold no usable values."""
+        if layer.w13_trellis.is_meta:
+            return  # vLLM built the layer and left it out
         self.loaded.check()
         for name in ("w13", "w2"):
             for leaf in ("suh", "svh"):
@@ -262,15 +267,23 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         local = self._local[expert_id]
         if local < 0:
             return None
-        if shard_id == "w2":
-            index = len(self.layout.roles) - 1
-        else:
-            # vLLM hands the only first projection of un-gated experts over as w1
-            index = 1 if shard_id == "w3" and self.activation.gated else 0
+        index = self._projection(shard_id)
         slot = self.layout.slots[local][index]
         check_shape(getattr(slot.linear, leaf), loaded_weight)
         self.loaded.add(leaf, local, index)
         return slot
+
+    def _linear(self, shard_id: str, expert_id: int) -> StoredLinear | None:
+        """The stored tensor of a projection that this rank holds, or None for a foreign expert's."""
+        local = self._local[expert_id]
+        return None if local < 0 else self.layout.slots[local][self._projection(shard_id)].linear
+
+    def _projection(self, shard_id: str) -> int:
+        """Index of a projection among an expert's, from the shard id that vLLM's loader passes."""
+        if shard_id == "w2":
+            return len(self.layout.roles) - 1
+        # vLLM hands the only first projection of un-gated experts over as w1
+        return 1 if shard_id == "w3" and self.activation.gated else 0
 
 
 def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, loader: Callable[..., bool | None]) -> None:

@@ -76,6 +76,13 @@ class ExpertLayout:
         rank: int,
         ranks: int,
     ) -> None:
+        if not local:
+            raise Exl3PackError(
+                found=f"a rank without any of the {total} experts",
+                expected="at least one expert on every rank",
+                where=where,
+                remedy="Use fewer ranks, or leave --enable-expert-parallel out, which splits every expert.",
+            )
         self.where = where
         self.roles = roles
         self.local = tuple(local)

@@ -36,6 +36,7 @@ class Report:
         self.layers: dict[str, tuple[str, Layout]] = {}
         self.experts: dict[str, ExpertLayout] = {}
         self.dense: dict[str, str] = {}
+        self.embeddings: dict[str, str] = {}
         self.device: str | None = None
         self.bytes: Counter[str] = Counter()
         self._waiting: set[str] = set()
@@ -47,14 +48,20 @@ class Report:
         self._built[where] = weakref.ref(layer)
         self._waiting.add(where)
 
-    def add_experts(self, where: str, layout: "ExpertLayout") -> None:
+    def add_experts(self, where: str, layer: torch.nn.Module, layout: "ExpertLayout") -> None:
         """Note a layer's routed experts that are built but not loaded yet."""
         self.experts[where] = layout
+        self._built[where] = weakref.ref(layer)
         self._waiting.add(where)
 
     def add_dense(self, where: str, why: str) -> None:
         """Note a layer that is not EXL3, and how it is served instead."""
         self.dense[where] = why
+
+    def embedding_ready(self, where: str, kind: str, nbytes: int) -> None:
+        """Note a loaded quantized embedding: how it is coded, and its bytes on this rank."""
+        self.embeddings[where] = kind
+        self.bytes["embedding"] = nbytes
 
     def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> bool:
         """Note a loaded layer, dense or routed experts.
@@ -73,14 +80,15 @@ class Report:
         if not all(self._is_left_out(other) for other in self._waiting):
             return False
         for other in self._waiting:
-            del self.layers[other]
+            self.layers.pop(other, None)
+            self.experts.pop(other, None)
         self._waiting.clear()
         return True
 
     def _is_left_out(self, where: str) -> bool:
         """Whether vLLM dropped a built layer before loading: a tower it does not run, a pooling model's head."""
-        layer = self._built[where]() if where in self._built else None
-        return where in self.layers and (layer is None or all(parameter.is_meta for parameter in layer.parameters()))
+        layer = self._built[where]()
+        return layer is None or all(parameter.is_meta for parameter in layer.parameters())
 
     def publish(self) -> None:
         """Log the block, once a rank group, and keep the report for `runtime_diagnostics`."""
@@ -114,6 +122,7 @@ class Report:
             "head_bits": self._head_bits(),
             "layer_classes": dict(classes),
             "experts": self._experts(),
+            "embeddings": dict(self.embeddings),
             "dense_linears": dict(sorted(self.dense.items())),
             "kernels": self._kernels(),
             "bytes": dict(self.bytes),
@@ -134,6 +143,8 @@ class Report:
             f"  layers     {classes or 'routed experts only'}",
             f"  dense      {_by_reason(facts['dense_linears'])}",
         ]
+        for where, kind in facts["embeddings"].items():
+            lines.append(f"  embedding  {where}: {kind}")
         if experts := facts["experts"]:
             mixed = ", ".join(f"K {bits}: {share:.0%}" for bits, share in experts["weights_by_bits"].items())
             held = "" if experts["local"] == experts["total"] else f", {experts['local']} of them on this rank"
