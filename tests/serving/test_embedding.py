@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
 from tests.serving.engine import engine, generate, logits_of, model_of
+from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.scaled_rows import dequantize_rows
@@ -80,6 +81,9 @@ def test_a_row_coded_pack_gives_exllamav3s_logits() -> None:
         "signs": (torch.float16, (1, 256)),
     }
     assert any(op == "embedding" for op, _, _ in backends.calls())
+    report = runtime_diagnostics()["models"][-1]
+    assert report["embeddings"] == {KEY: "EXL3 row code, K = 4"}
+    assert report["bytes"]["embedding"] == 640 * 65 * 2 + 512
 
 
 def swap_two_rows(tensors: Tensors) -> None:

@@ -4,6 +4,7 @@ Rows are decoded as they are gathered. A model that ties its head to such a tabl
 the table itself, a bounded number of rows at a time, unless the pack stores a head of its own.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from vllm_exl3.pack.assemble import RING_GROUP
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.scaled_rows import row_layout
-from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
+from vllm_exl3.pack.stored import TILE, StoredRowTable, StoredScaledTable
 from vllm_exl3.serving.head import Exl3HeadMethod
 from vllm_exl3.serving.loading import check_overwritten
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
 __all__ = ["QuantizedEmbeddingMethod", "Table", "TiedHeadMethod"]
+
+logger = logging.getLogger("vllm.exl3")
 
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -72,6 +75,13 @@ class Table:
         """An int8 or int4 table; `columns` are bytes of a row, `groups` scales of a row."""
         dtype = torch.int8 if bits == 8 else torch.uint8
         return cls(key, rows, ("qrows", dtype), columns, ("scales", scale_dtype), (rows, groups))
+
+    @property
+    def kind(self) -> str:
+        """How it is coded, for the report."""
+        if self.is_row_code:
+            return f"EXL3 row code, K = {(self.columns // self.scale_shape[0] - 1) // TILE}"
+        return "int8, a scale for each row" if self.table[1].is_signed else "int4, a scale for each 128 columns"
 
     def fits(self, rows: int, width: int) -> bool:
         """Whether a layer of this vocabulary and hidden size can be this table's."""
@@ -178,6 +188,11 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
             )
         self._seen.clear()
         check_overwritten(self.where, **{names[1]: getattr(layer, names[1])})
+        if self.config is not None:
+            nbytes = sum(getattr(layer, name).nbytes for name in names)
+            self.config.report.embedding_ready(self.where, self.table.kind, nbytes)
+        else:
+            logger.info("vllm-exl3 serves the embedding %s: %s", self.where, self.table.kind)
         if self.head is not None:
             self.head.process_weights_after_loading(layer.head)
 
