@@ -48,9 +48,10 @@ class Report:
         self._built[where] = weakref.ref(layer)
         self._waiting.add(where)
 
-    def add_experts(self, where: str, layout: "ExpertLayout") -> None:
+    def add_experts(self, where: str, layer: torch.nn.Module, layout: "ExpertLayout") -> None:
         """Note a layer's routed experts that are built but not loaded yet."""
         self.experts[where] = layout
+        self._built[where] = weakref.ref(layer)
         self._waiting.add(where)
 
     def add_dense(self, where: str, why: str) -> None:
@@ -79,14 +80,15 @@ class Report:
         if not all(self._is_left_out(other) for other in self._waiting):
             return False
         for other in self._waiting:
-            del self.layers[other]
+            self.layers.pop(other, None)
+            self.experts.pop(other, None)
         self._waiting.clear()
         return True
 
     def _is_left_out(self, where: str) -> bool:
         """Whether vLLM dropped a built layer before loading: a tower it does not run, a pooling model's head."""
-        layer = self._built[where]() if where in self._built else None
-        return where in self.layers and (layer is None or all(parameter.is_meta for parameter in layer.parameters()))
+        layer = self._built[where]()
+        return layer is None or all(parameter.is_meta for parameter in layer.parameters())
 
     def publish(self) -> None:
         """Log the block, once a rank group, and keep the report for `runtime_diagnostics`."""
