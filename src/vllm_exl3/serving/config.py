@@ -7,13 +7,18 @@ carries only where the pack is; headers are read again there (and memoised per f
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_exl3 import env
@@ -32,10 +37,12 @@ from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.report import Report
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
+from vllm_exl3.serving.unloaded import watched
 
 __all__ = ["Exl3Config"]
 
 logger = logging.getLogger("vllm.exl3")
+Vocabulary = TypeVar("Vocabulary", bound=UnquantizedEmbeddingMethod)
 
 _DECLARED = "in the format that non_routed_quantization declares"
 
@@ -251,6 +258,7 @@ class Exl3Config(QuantizationConfig):
         stored = self._names().resolve_embedding(prefix)
         method: Exl3EmbeddingMethod | QuantizedEmbeddingMethod
         method = Exl3EmbeddingMethod(self, has_own_head=self._own_head_key() is not None)
+        self._watch_vocabulary(method, prefix or "embed_tokens")
         if isinstance(stored, (StoredRowTable, StoredScaledTable)):
             table = Table.of(stored)
             # Without a name to go by, a layer of another size is another table, which is dense.
@@ -266,6 +274,8 @@ class Exl3Config(QuantizationConfig):
         if all(part.linear is None for part in parts):
             keys = [part.key for part in parts]
             method = self._source().linear(layer, prefix, keys, self._mappers, self.packed_modules_mapping)
+            if type(method) is UnquantizedLinearMethod:
+                watched(method, prefix)
             self.report.add_dense(prefix, self._why_dense(method, parts))
             return method
         return Exl3LinearMethod(self, prefix, parts)
@@ -296,12 +306,17 @@ class Exl3Config(QuantizationConfig):
         resolution = self.resolve(prefix or "lm_head")
         if resolution is None and self.pack.embeddings:
             return TiedHeadMethod()
-        if resolution is None:
-            return None
-        if resolution.parts[0].linear is None:
-            self.report.add_dense(prefix or "lm_head", self._why_dense(UnquantizedLinearMethod(), resolution.parts))
-            return None
+        if resolution is None or resolution.parts[0].linear is None:
+            if resolution is not None:
+                self.report.add_dense(prefix or "lm_head", self._why_dense(UnquantizedLinearMethod(), resolution.parts))
+            return self._watch_vocabulary(UnquantizedEmbeddingMethod(), prefix or "lm_head")
         return Exl3HeadMethod(self, prefix or "lm_head", resolution.parts)
+
+    @staticmethod
+    def _watch_vocabulary(method: Vocabulary, where: str) -> Vocabulary:
+        """Watch an embedding or a head, but not beside a draft model, which may be given the other model's."""
+        current = get_current_vllm_config_or_none()
+        return method if current is not None and current.speculative_config is not None else watched(method, where)
 
     def _own_head_key(self) -> str | None:
         return next((key for key in self.pack.linears if key.rpartition(".")[2] == "lm_head"), None)

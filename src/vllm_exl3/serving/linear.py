@@ -5,6 +5,7 @@ that is what vLLM's offloading, reloading, sleep mode and memory profile count o
 copy into views of them.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
 __all__ = ["Exl3LinearMethod"]
+
+logger = logging.getLogger("vllm.exl3")
 
 ShardId = str | int | tuple[int, ...] | None
 
@@ -89,8 +92,7 @@ class Exl3LinearMethod(LinearMethodBase):
         else:
             # What vLLM reads to learn the device (LoRA, MLA); a plain attribute, or it would count as a parameter.
             object.__setattr__(layer, "weight_packed", layer.trellis)
-        if any(part.linear is not None and part.linear.bias is not None for part in self.parts):
-            layer.weight_loader = _trimming_loader(layer.weight_loader, self)
+        layer.weight_loader = _bias_loader(layer.weight_loader, self)
         self.config.report.add_layer(self.where, layer, layout)
 
     def load_trellis(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
@@ -124,6 +126,7 @@ class Exl3LinearMethod(LinearMethodBase):
         check_loaded_marker(linear.marker, loaded_weight)
         position = self.layout.markers(linear.codebook).index(index)
         param.data[position : position + 1].copy_(loaded_weight.reshape(1))
+        self.loaded.add(linear.codebook.label, index)
 
     def load_weight(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
         """Copy this rank's rows of a 16-bit weight ``[out, in]`` fused with EXL3 ones."""
@@ -140,9 +143,15 @@ class Exl3LinearMethod(LinearMethodBase):
         """Refuse a layer that would serve noise because tensors of it never came."""
         if layer.trellis.is_meta:
             return  # vLLM built the layer and left it out: a pooling model's head, a tower that is not run
-        self.loaded.check(self.parts)
+        self.loaded.check(self.parts, bias=getattr(layer, "bias", None) is not None)
+        self._warn_of_unused_bias(layer)
         check_overwritten(self.where, suh=layer.suh, svh=layer.svh)
         self.config.layer_ready(self.where, layer)
+
+    def _warn_of_unused_bias(self, layer: torch.nn.Module) -> None:
+        stored = [part.key for part in self.parts if part.linear is not None and part.linear.bias is not None]
+        if stored and getattr(layer, "bias", None) is None:
+            logger.warning("%s.bias is stored, but config.json gives this layer no bias: it is not used", stored[0])
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., in]`` times the layer's weights, plus ``bias``, as ``[..., out]`` in the dtype of ``x``."""
@@ -201,12 +210,13 @@ def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, loader: Cal
     layer.register_parameter(name, param)
 
 
-def _trimming_loader(original: Callable[..., None], method: Exl3LinearMethod) -> Callable[..., None]:
-    """Wrap the layer's own loader, which loads the bias, to cut the bias' padding off first."""
+def _bias_loader(original: Callable[..., None], method: Exl3LinearMethod) -> Callable[..., None]:
+    """Wrap the layer's own loader, which loads the bias: note that it came, and cut its padding off first."""
 
     def weight_loader(param: Parameter, loaded_weight: torch.Tensor, *shard_id: Any) -> None:
         layout = method.layout
         index = layout.part_for(shard_id[0] if shard_id else None)
         original(param, loaded_weight[: layout.logical_width[index]], *shard_id)
+        method.loaded.add("bias", index)
 
     return weight_loader

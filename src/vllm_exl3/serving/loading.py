@@ -1,5 +1,7 @@
 """Checks on tensors while they are loaded: the right ones, all of them, with usable values."""
 
+from collections.abc import Iterator
+
 import torch
 
 from vllm_exl3.pack.errors import Exl3PackError
@@ -34,27 +36,37 @@ class LoadedParts:
         """Note a tensor; noting it twice, as layerwise reloading does, changes nothing."""
         self._seen.add((leaf, part))
 
-    def check(self, parts: tuple[Part, ...]) -> None:
+    def check(self, parts: tuple[Part, ...], *, bias: bool = False) -> None:
         """Refuse a layer of which some tensors came and others did not.
+
+        Args:
+            parts: the layer's stored tensors.
+            bias: whether the model gives the layer a bias.
 
         Raises:
             Exl3PackError: naming the missing tensors.
         """
-        wanted = {
-            (leaf, index)
-            for index, part in enumerate(parts)
-            for leaf in (("trellis", "suh", "svh") if part.linear is not None else ("weight",))
-        }
+        wanted = {(leaf, index) for index, part in enumerate(parts) for leaf in _leaves(part, bias)}
         if self._seen and (missing := wanted - self._seen):
             names = ", ".join(sorted(f"{parts[index].key}.{leaf}" for leaf, index in missing))
             raise Exl3PackError(
                 found=f"no data for {names}",
-                expected="every tensor that the pack's headers list",
+                expected="every tensor that the pack's headers list"
+                + (", and a bias, which config.json gives to this layer" if bias else ""),
                 where=self._where,
                 remedy="A shard was skipped while loading: compare model.safetensors.index.json with the files "
                 "(vllm-exl3 inspect lists the differences).",
             )
         self._seen.clear()
+
+
+def _leaves(part: Part, bias: bool) -> Iterator[str]:
+    """The tensors that fill one part of a layer; a marker among them, for without it another codebook is decoded."""
+    yield from ("trellis", "suh", "svh") if part.linear is not None else ("weight",)
+    if part.linear is not None and part.linear.marker is not None:
+        yield part.linear.codebook.label
+    if bias:
+        yield "bias"
 
 
 def check_shape(stored: StoredTensor, loaded: torch.Tensor) -> None:

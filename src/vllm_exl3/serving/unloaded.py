@@ -1,0 +1,55 @@
+"""Weights in 16 bits that no tensor was loaded into.
+
+vLLM looks for them in unquantized models only, and not in linears and embeddings: a pack that lacks one
+would be served with whatever lay in that memory.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from vllm_exl3.pack.errors import Exl3PackError
+
+__all__ = ["watched"]
+
+Method = TypeVar("Method", bound=QuantizeMethodBase)
+
+
+def watched(method: Method, where: str) -> Method:
+    """Let a method without quantization refuse, before the engine serves, a ``weight`` that was never written.
+
+    The object stays of its class: vLLM compares classes to choose its own fast paths.
+
+    Args:
+        method: the method of one layer.
+        where: the layer's name, for the error.
+    """
+    create_weights, process_weights = method.create_weights, method.process_weights_after_loading
+
+    def create_and_mark(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        create_weights(layer, *args, **kwargs)
+        # One value of each row, since the tensors of a fused layer fill different rows.
+        layer.weight.data[:, 0] = torch.nan
+
+    def check_and_process(layer: torch.nn.Module) -> None:
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and not weight.is_meta and weight.dim() > 1 and weight.numel():
+            _check(where, weight)
+        process_weights(layer)
+
+    method.create_weights = create_and_mark  # type: ignore[method-assign]
+    method.process_weights_after_loading = check_and_process  # type: ignore[method-assign]
+    return method
+
+
+def _check(where: str, weight: torch.Tensor) -> None:
+    rows = int(torch.isnan(weight[:, 0]).reshape(weight.shape[0], -1).any(dim=1).sum())
+    if rows:
+        raise Exl3PackError(
+            found=f"{rows} of {weight.shape[0]} rows that no tensor was loaded into, or that hold NaN",
+            expected="a stored tensor, EXL3 or in 16 bits, for every layer that the model has",
+            where=f"{where}.weight",
+            remedy="A file of the pack is missing, or config.json is of another model: fetch the pack again. A pack "
+            "without its vision or audio tower takes --limit-mm-per-prompt with 0 of each.",
+        )

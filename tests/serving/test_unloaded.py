@@ -1,0 +1,100 @@
+"""Tensors that a pack lacks although its model needs them: refused before serving, never served as noise."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from tests.serving.conftest import Tensors
+from tests.serving.engine import engine, generate
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.stored import Codebook, StoredLinear, StoredTensor
+from vllm_exl3.serving.loading import LoadedParts
+from vllm_exl3.serving.unloaded import watched
+
+ODD = "llama_odd-4.0-mul1"
+
+
+def without(prefix: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("prefix", "named"),
+    [
+        ("model.layers.1.mlp.down_proj.", r"model\.layers\.1\.mlp\.down_proj\.weight"),
+        ("model.embed_tokens.", r"embed_tokens\.weight"),
+    ],
+    ids=["linear", "embedding"],
+)
+def test_a_layer_of_which_nothing_is_stored_is_refused(variant: Callable[..., Path], prefix: str, named: str) -> None:
+    with pytest.raises(Exl3PackError, match=named), engine(variant(ODD, without(prefix))):
+        pass
+
+
+def test_a_bias_that_the_model_has_and_the_pack_has_not_is_refused(variant: Callable[..., Path]) -> None:
+    folder = variant(ODD, config=lambda config: config.update(attention_bias=True))
+    with pytest.raises(Exl3PackError, match=r"q_proj\.bias"), engine(folder):
+        pass
+
+
+def test_dummy_weights_count_as_loaded(variant: Callable[..., Path]) -> None:
+    """No loader is called, and every parameter is written."""
+    folder = variant(ODD, config=lambda config: config.update(attention_bias=True))
+    with engine(folder, load_format="dummy") as llm:
+        assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("loaded", "refused"),
+    [((), 4), ((slice(0, 2),), 2), ((slice(0, 2), slice(2, 4)), 0)],
+    ids=["nothing", "half of a fused layer", "all"],
+)
+def test_rows_that_were_never_written_are_counted(
+    monkeypatch: pytest.MonkeyPatch, loaded: tuple[slice, ...], refused: int
+) -> None:
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
+    method, layer = watched(UnquantizedLinearMethod(), "some.layer"), torch.nn.Module()
+    method.create_weights(layer, 8, [2, 2], 8, 4, torch.bfloat16, weight_loader=lambda *_: None)
+    for rows in loaded:
+        layer.weight.data[rows] = 1
+    assert type(method) is UnquantizedLinearMethod
+    if refused:
+        with pytest.raises(Exl3PackError, match=f"some.layer.weight: found {refused} of 4 rows"):
+            method.process_weights_after_loading(layer)
+    else:
+        method.process_weights_after_loading(layer)
+
+
+def exl3_part(codebook: Codebook) -> Part:
+    def stored(leaf: str, dtype: str, *shape: int) -> StoredTensor:
+        return StoredTensor(f"key.{leaf}", dtype, shape, "model.safetensors", 0, 2)
+
+    marker = None if codebook is Codebook.INST3 else stored(codebook.label, "I32")
+    scales = stored("suh", "F16", 128), stored("svh", "F16", 128)
+    linear = StoredLinear("key", 8, codebook, 128, 128, stored("trellis", "I16", 8, 8, 64), *scales, None, marker)
+    return Part("key", linear, None)
+
+
+@pytest.mark.parametrize("codebook", list(Codebook))
+@pytest.mark.parametrize("bias", [False, True])
+def test_each_tensor_of_a_layer_is_missed(codebook: Codebook, bias: bool) -> None:
+    leaves = ["trellis", "suh", "svh", *([] if codebook is Codebook.INST3 else [codebook.label]), *["bias"] * bias]
+    for absent in [None, *leaves]:
+        parts = LoadedParts("layer")
+        for leaf in leaves:
+            if leaf != absent:
+                parts.add(leaf, 0)
+        if absent is None:
+            parts.check((exl3_part(codebook),), bias=bias)
+        else:
+            with pytest.raises(Exl3PackError, match=rf"key\.{absent}"):
+                parts.check((exl3_part(codebook),), bias=bias)
