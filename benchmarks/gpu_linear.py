@@ -80,7 +80,9 @@ def measure(
             row = _row("native", shape, codebook, half_bits, rows, used.name, us)
             rows_out.append(row)
             bf16 = float(str(dense[shape[0], shape[1], rows]))
-            name = f"{shape[0]:6d}×{shape[1]:<6d} {row['codebook']:5s} K={half_bits / 2:<4g} M={rows:<4d} {used.name:11s}"
+            name = (
+                f"{shape[0]:6d}×{shape[1]:<6d} {row['codebook']:5s} K={half_bits / 2:<4g} M={rows:<4d} {used.name:11s}"
+            )
             rate = f"{shape[0] * shape[1] / us / 1e6:5.2f} Tw/s {row['gbps']:6.0f} GB/s"
             print(f"{name} {us:8.2f} µs {rate}  bf16/ours {bf16 / us:5.2f}", flush=True)
     return rows_out

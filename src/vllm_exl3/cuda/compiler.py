@@ -16,7 +16,7 @@ __all__ = ["ARCHITECTURES", "CompileError", "Cubin", "Instance", "compile_instan
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 """What continuous integration compiles for. sm_100a and sm_120a code does not run on sm_103 and sm_121."""
 
-_SERIALISED = ("C7510", "C7511", "C7512", "C7513", "C7514", "C7515", "C7516", "C7517", "C7518")
+_SERIALISED = tuple(f"C75{number}" for number in range(10, 20))
 """ptxas' notes that it put waits between wgmma instructions; it prints them as information only."""
 
 
@@ -69,6 +69,11 @@ class Cubin:
     def spill_bytes(self) -> int:
         """Local memory that register spills take, loads and stores."""
         return sum(self._numbers(r"(\d+) bytes spill"))
+
+    @property
+    def stack_bytes(self) -> int:
+        """Local memory of the kernel's frame: spills, and arrays that are not indexed by constants."""
+        return sum(self._numbers(r"(\d+) bytes stack frame"))
 
     @property
     def serialised(self) -> list[str]:

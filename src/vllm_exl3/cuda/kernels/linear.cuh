@@ -11,6 +11,11 @@ template <class... Ks> struct Kinds {
         ((widest = Ks::columns > widest ? Ks::columns : widest), ...);
         return widest;
     }
+    static constexpr int half_bits() {  // of all kinds, or 0 where they differ
+        int least = 99, most = 0;
+        ((least = Ks::half_bits < least ? Ks::half_bits : least, most = Ks::half_bits > most ? Ks::half_bits : most), ...);
+        return least == most ? most : 0;
+    }
 };
 
 // One block's state through its segments.
@@ -26,7 +31,7 @@ struct Block {
     int warp, lane;
 };
 
-template <bool PLANES, class K, class Shared>
+template <bool PLANES, int HALF_BITS, class K, class Shared>
 __device__ __forceinline__ void run_segment(Block<Shared>& block, const Segment& segment, u32 segment_end) {
     using W = typename K::Window;
     constexpr u32 tile_bytes = 4 * W::tile_words, row_bytes = HALF_TILES * tile_bytes + ROW_PAD;
@@ -51,7 +56,7 @@ __device__ __forceinline__ void run_segment(Block<Shared>& block, const Segment&
                 multiply_tile<K>(sums[half * HALF_TILES + tile], words, b);
             }
             __syncwarp();
-            if (block.cursor.valid()) ring.fetch<true, true>(block.cursor, half, lane);
+            if (block.cursor.valid()) ring.fetch<true, true, HALF_BITS>(block.cursor, half, lane);
             ring.commit();
         }
         ring.next_consumed();
@@ -82,7 +87,7 @@ __device__ __forceinline__ void run_segment(Block<Shared>& block, const Segment&
 template <bool PLANES, class... Ks, class Shared>
 __device__ __forceinline__ void dispatch(Kinds<Ks...>, u32 kind, Block<Shared>& block, const Segment& segment, u32 segment_end) {
     u32 index = 0;
-    ((index++ == kind ? run_segment<PLANES, Ks>(block, segment, segment_end) : void()), ...);
+    ((index++ == kind ? run_segment<PLANES, Kinds<Ks...>::half_bits(), Ks>(block, segment, segment_end) : void()), ...);
 }
 
 template <bool PLANES, int TILE_ROWS, class List>
@@ -110,7 +115,7 @@ __device__ __forceinline__ void linear(const LinearArgs& args) {
     Cursor ahead = cursor;
     for (u32 i = 0; i < args.ring_units; ++i) {
         for (int half = 0; half < HALVES; ++half) {
-            if (ahead.valid()) block.ring.template fetch<true, false>(ahead, half, lane);
+            if (ahead.valid()) block.ring.template fetch<true, false, List::half_bits()>(ahead, half, lane);
             if (PLANES) block.ring.commit();
         }
         block.ring.next_filled();
@@ -128,7 +133,7 @@ __device__ __forceinline__ void linear(const LinearArgs& args) {
     } else {
         for (u32 i = 0; i < args.ring_units; ++i) {
             for (int half = 0; half < HALVES; ++half) {
-                if (cursor.valid()) block.ring.template fetch<false, true>(cursor, half, lane);
+                if (cursor.valid()) block.ring.template fetch<false, true, List::half_bits()>(cursor, half, lane);
                 block.ring.commit();
             }
             block.ring.next_filled();

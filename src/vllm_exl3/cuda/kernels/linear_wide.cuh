@@ -118,8 +118,11 @@ __device__ __forceinline__ void decode_unit(u32 (&a)[4][4], const WideBlock& blo
 }
 
 template <int TOKENS>
-__device__ __forceinline__ void multiply_unit(float (&sums)[TOKENS / 2], const u32 (&a)[4][4], const WideRing& ring) {
+__device__ __forceinline__ void multiply_unit(float (&sums)[TOKENS / 2], u32 (&a)[4][4], const WideRing& ring) {
     const u64 b = matrix_descriptor<TOKENS * 16>(ring.stage + ring.weight_bytes);
+    // All of A must be there before the fence: decoding that the compiler moves behind it makes ptxas add waits (C7519).
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
     warpgroup_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) WarpgroupMma<TOKENS>::run(sums, a[i], b + 2 * i * TOKENS);
@@ -130,27 +133,25 @@ template <class K, int TOKENS, bool SPLIT_K>
 __device__ __forceinline__ void run_wide_segment(WideBlock& block, const WideSegment& segment, u32 segment_end) {
     constexpr u32 step = SPLIT_K ? 2 : 1;
     float sums[TOKENS / 2] = {};
-    u32 a[2][4][4];  // one is multiplied while the other is decoded
+    u32 even[4][4], odd[4][4];  // one is multiplied while the other is decoded
+    const auto multiply = [&](u32 (&current)[4][4], u32 (&next)[4][4]) {
+        multiply_unit<TOKENS>(sums, current, block.ring);
+        const u32 empty = block.ring.empty + 8 * block.ring.slot;
+        block.ring.next();
+        block.unit += step;
+        const bool more = block.unit < segment_end;
+        if (more) {
+            block.wait_for_unit();
+            decode_unit<K, SPLIT_K>(next, block);
+        }
+        warpgroup_wait();
+        if (block.lane == 0) barrier_arrive(empty);
+        return more;
+    };
     if (block.unit < segment_end) {
         block.wait_for_unit();
-        decode_unit<K, SPLIT_K>(a[0], block);
-        for (bool more = true; more;) {
-#pragma unroll
-            for (int buffer = 0; buffer < 2; ++buffer) {
-                multiply_unit<TOKENS>(sums, a[buffer], block.ring);
-                const u32 empty = block.ring.empty + 8 * block.ring.slot;
-                block.ring.next();
-                block.unit += step;
-                more = block.unit < segment_end;
-                if (more) {
-                    block.wait_for_unit();
-                    decode_unit<K, SPLIT_K>(a[1 - buffer], block);
-                }
-                warpgroup_wait();
-                if (block.lane == 0) barrier_arrive(empty);
-                if (!more) break;
-            }
-        }
+        decode_unit<K, SPLIT_K>(even, block);
+        while (multiply(even, odd) && multiply(odd, even)) {}
     }
     finish_wide<TOKENS, SPLIT_K>(sums, block, segment);
 }

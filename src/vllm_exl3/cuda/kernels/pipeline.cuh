@@ -73,10 +73,11 @@ struct Ring {
     __device__ __forceinline__ u32 activations(u32 slot) const { return base + slot * unit_stride + HALVES * half_stride; }
 
     // Starts the copies of one half of the unit at the cursor. Before wait_for_previous only weights may be asked for;
-    // their activations then follow in a second call.
-    template <bool WEIGHTS, bool ACTIVATIONS>
+    // their activations then follow in a second call. HALF_BITS is that of all shards, or 0 where they differ.
+    template <bool WEIGHTS, bool ACTIVATIONS, int HALF_BITS>
     __device__ __forceinline__ void fetch(const Cursor& at, u32 half, int lane) {
-        const u8* source = at.weights + half * at.row_bytes;
+        const u32 row_bytes = HALF_BITS ? HALF_TILES * 16 * HALF_BITS : at.row_bytes;
+        const u8* source = at.weights + half * row_bytes;
         const u32 activation_bytes = half == 0 ? at.activation_bytes : 0;
         const u32 target = weights(filled, half);
 #if __CUDA_ARCH__ >= 900
@@ -84,10 +85,10 @@ struct Ring {
             const u32 barrier = barriers + 8 * (filled * HALVES + half);
             if (WEIGHTS) {
                 asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                             ::"r"(barrier), "r"(4 * at.row_bytes + activation_bytes) : "memory");
+                             ::"r"(barrier), "r"(4 * row_bytes + activation_bytes) : "memory");
 #pragma unroll
                 for (int row = 0; row < 4; ++row)
-                    bulk_copy(target + row * (at.row_bytes + ROW_PAD), source + static_cast<u64>(row) * at.pitch, at.row_bytes, barrier);
+                    bulk_copy(target + row * (row_bytes + ROW_PAD), source + static_cast<u64>(row) * at.pitch, row_bytes, barrier);
             }
             if (ACTIVATIONS && half == 0 && activation_bytes) bulk_copy(activations(filled), at.activations, activation_bytes, barrier);
         }
@@ -95,8 +96,8 @@ struct Ring {
         if (WEIGHTS) {
 #pragma unroll
             for (int row = 0; row < 4; ++row)
-                for (u32 byte = 16 * lane; byte < at.row_bytes; byte += 512)
-                    async_copy(target + row * (at.row_bytes + ROW_PAD) + byte, source + static_cast<u64>(row) * at.pitch + byte);
+                for (u32 byte = 16 * lane; byte < row_bytes; byte += 512)
+                    async_copy(target + row * (row_bytes + ROW_PAD) + byte, source + static_cast<u64>(row) * at.pitch + byte);
         }
         if (ACTIVATIONS && half == 0)
             for (u32 byte = 16 * lane; byte < activation_bytes; byte += 512)
