@@ -53,7 +53,7 @@ def measured_on(machine: str, command: str) -> dict[str, Any]:
         "gpu": gpu,
         "driver": driver,
         "versions": {"python": platform.python_version(), **versions},
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": _output("git", "rev-parse", "--verify", "--quiet", "HEAD"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": command,
     }
