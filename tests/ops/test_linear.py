@@ -190,3 +190,9 @@ def test_an_unknown_value_is_an_error_naming_the_variable(
     monkeypatch.setenv("VLLM_EXL3_LINEAR_KERNEL", "fastest")
     with pytest.raises(ValueError, match="VLLM_EXL3_LINEAR_KERNEL='fastest': expected one of auto, native"):
         backends.select("linear", "cpu", linear_module.linear_reference)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_batch_may_be_empty(rows: int) -> None:
+    """As ranks see it that got no tokens."""
+    assert hadamard(torch.ones((rows, 256))).shape == (rows, 256)

@@ -59,7 +59,7 @@ def decode_states(states: torch.Tensor, codebook: int) -> torch.Tensor:
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Apply H128/√128 to every 128 consecutive values of the last dimension, in ``x``'s dtype."""
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     return (blocks @ _hadamard_matrix(x.device, x.dtype)).reshape(x.shape)
 
 

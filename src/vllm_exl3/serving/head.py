@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_exl3.pack.errors import Exl3PackError
@@ -37,6 +38,11 @@ class Exl3HeadMethod(Exl3LinearMethod):
     ) -> None:
         """Register the parameters for this rank's range of the vocabulary."""
         self.register_head(layer, params_dtype)
+        current = get_current_vllm_config_or_none()
+        if current is not None and current.lora_config is not None:
+            # LoRA's logits layer reads dtype and device off a weight. Never set otherwise: where both models have
+            # one, speculative decoding compares weights to see whether heads can be shared.
+            object.__setattr__(layer, "weight", layer.suh.new_empty(0, dtype=params_dtype))
 
     def register_head(self, layer: torch.nn.Module, dtype: torch.dtype, holder: torch.nn.Module | None = None) -> None:
         """Register the head's parameters on a ``VocabParallelEmbedding``, or for one on another module."""
