@@ -54,6 +54,7 @@ wheels: $(BUILD_READY)
 
 docs: $(PROJECT_READY)
 	$(PY) scripts/environment_page.py
+	$(PY) scripts/readme_tables.py
 
 setup: $(PROJECT_READY)
 

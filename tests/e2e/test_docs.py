@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-def test_the_environment_page_is_current() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "environment_page.py", "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize("script", ["environment_page.py", "readme_tables.py"])
+def test_made_pages_are_current(script: str) -> None:
+    command = [sys.executable, ROOT / "scripts" / script, "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_environment_page_names_every_variable() -> None:
     text = (ROOT / "docs" / "environment.md").read_text()
     assert all(f"`{variable.name}`" in text for variable in env.VARIABLES)
 
@@ -48,5 +48,4 @@ def test_every_command_that_the_readme_names_exists() -> None:
 
 def _code(page: Path) -> str:
     text = page.read_text()
-    indented = [line for line in text.splitlines() if line.startswith("    ") and "pip install" not in line]
-    return "\n".join([*indented, *re.findall(r"`[^`\n]+`", text)])
+    return "\n".join(re.findall(r"`[^`\n]+`", text))

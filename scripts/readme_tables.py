@@ -1,0 +1,83 @@
+"""Writes the measured part of README.md from benchmarks/results; ``--check`` only says whether it is current."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
+SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672))
+TOKENS = (1, 8, 128)
+
+
+def load(name: str) -> dict[str, Any]:
+    """One results file."""
+    content: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    return content
+
+
+def gpu_table() -> str:
+    """One linear on the GPU beside exllamav3's kernels and a 16-bit layer."""
+    results = load("h200/linear.json")
+    peers = {
+        "vllm-exl3": ("native",),
+        "exllamav3, its better mode": ("exllamav3", "exllamav3_fp16"),
+        "16 bits, cuBLAS": ("cublas_bf16",),
+    }
+    lines = ["| in × out | tokens | " + " | ".join(peers) + " |", "|---|---|" + "---|" * len(peers)]
+    for rows, columns in SHAPES:
+        for tokens in TOKENS:
+            times = [
+                min(
+                    row["us"]
+                    for row in results["rows"]
+                    if (row["in"], row["out"], row["m"]) == (rows, columns, tokens)
+                    and row["kernel"] in kernels
+                    and (row["kernel"] == "cublas_bf16" or (row["bits"], row["codebook"]) == (4, "mul1"))
+                )
+                for kernels in peers.values()
+            ]
+            lines.append(f"| {rows} × {columns} | {tokens} | " + " | ".join(f"{time:.1f}" for time in times) + " |")
+    head = (
+        f"One linear at 4 bits, codebook mul1, on an {results['meta']['gpu']}, µs "
+        "([how](docs/kernels-gpu.md), `benchmarks/results/h200/linear.json`):\n\n"
+    )
+    return head + "\n".join(lines) + "\n"
+
+
+def demo_line() -> str:
+    """What the demo recorded."""
+    results = load("cpu/demo.json")
+    row, meta = results["rows"][-1], results["meta"]
+    return (
+        f"The demo on two cores of an {meta['cpu']}: {row['tokens_per_second']:.0f} tokens/s, and logits "
+        f"{row['kl']:.3f} nats a token (KL) from the 16-bit model's at {row['bits']:g} bits, without calibration "
+        "(`benchmarks/results/cpu/demo.json`).\n"
+    )
+
+
+def page() -> str:
+    """README.md with the measured part made anew."""
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not after:
+        raise SystemExit(f"README.md lacks the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{gpu_table()}\n{demo_line()}\n{END}{after}"
+
+
+def main() -> int:
+    """Write the part, or with ``--check`` compare."""
+    made = page()
+    if "--check" in sys.argv[1:]:
+        current = made == README.read_text(encoding="utf-8")
+        print(f"README.md is {'current' if current else 'out of date: run `make docs`'}")
+        return 0 if current else 1
+    README.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
