@@ -22,7 +22,7 @@ _HOST = "127.0.0.1"
 
 _EXCEPTION = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
 
-PATIENCE = (10.0, 5.0, 10.0)
+PATIENCE = (4.0, 2.0, 10.0)
 """Seconds to wait after asking the first process to end, after asking all, and after killing them."""
 
 
