@@ -8,10 +8,11 @@
 #include "isa.h"
 #include "linear.h"
 #include "parallel.h"
+#include "rings.h"
 
 namespace {
 
-enum Error : int { OK = 0, BAD_SHARD = 1, BAD_DTYPE = 2, BAD_ISA = 3, NO_MEMORY = 4 };
+enum Error : int { OK = 0, BAD_SHARD = 1, BAD_DTYPE = 2, BAD_ISA = 3, NO_MEMORY = 4, BAD_ROWS = 5, BAD_ID = 6 };
 
 bool valid(const exl3_shard& s) {
     const bool sizes = s.in_features > 0 && s.in_features % BLOCK == 0 && s.out_features > 0 &&
@@ -51,6 +52,8 @@ const char* exl3_error_text(int code) {
         case BAD_DTYPE: return "a dtype is none of float32, float16 and bfloat16";
         case BAD_ISA: return "this CPU does not run the instruction set asked for, or its name is unknown";
         case NO_MEMORY: return "out of memory";
+        case BAD_ROWS: return "the bits, width or groups are not those of the row codec";
+        case BAD_ID: return "an id lies outside the table";
         default: return "unknown error";
     }
 }
@@ -92,5 +95,26 @@ int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t colu
     return guarded([&] {
         *squared_error =
             exl3::encode(exl3::kernels(), weights, stride, rows, columns, half_bits, codebook, trellis, threads);
+    });
+}
+
+int exl3_decode_rings(const uint16_t* rings, int64_t count, int width, int bits, float* out, int threads) {
+    if (bits < 1 || bits > 8 || width < 16 || width % 16) return BAD_ROWS;
+    return guarded([&] {
+        exl3::parallel_for(count, threads, [&](int64_t i, int) {
+            exl3::decode_ring(rings + i * exl3::ring_words(width, bits), width, bits, out + i * width);
+        });
+    });
+}
+
+int exl3_embed(const uint16_t* rings, int64_t rows, int groups, int bits, const uint16_t* signs, const int64_t* ids,
+               int64_t count, int64_t hidden, int dtype, void* out, int64_t stride, int threads) {
+    if (bits < 1 || bits > 8 || groups < 1 || hidden > int64_t(groups) * 256) return BAD_ROWS;
+    if (!known_dtype(dtype)) return BAD_DTYPE;
+    for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= rows) return BAD_ID;
+    }
+    return guarded([&] {
+        exl3::embed({rings, signs, groups, bits}, ids, count, hidden, dtype, out, stride, threads);
     });
 }

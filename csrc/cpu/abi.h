@@ -58,3 +58,12 @@ EXL3_API int exl3_hadamard(float* values, int64_t blocks, int threads);
 // [rows / 16][columns / 16][16·K]; *squared_error gets the sum of the squared errors.
 EXL3_API int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t columns, int half_bits,
                          int codebook, uint16_t* trellis, double* squared_error, int threads);
+
+// Decodes rings of the row codec, back to back, to [count][width] floats: mul1(state) · scale.
+EXL3_API int exl3_decode_rings(const uint16_t* rings, int64_t count, int width, int bits, float* out, int threads);
+
+// Rows of a quantized embedding: `rings` [rows][groups][1 + 16·bits], `signs` fp16 [groups][256], `out`
+// [count][stride], of which `hidden` columns are written.
+EXL3_API int exl3_embed(const uint16_t* rings, int64_t rows, int groups, int bits, const uint16_t* signs,
+                        const int64_t* ids, int64_t count, int64_t hidden, int dtype, void* out, int64_t stride,
+                        int threads);

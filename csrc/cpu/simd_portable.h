@@ -22,6 +22,9 @@ struct F {
     float v[LANES];
 };
 
+// Spares the compiler from repeating long loops in every unrolled kernel.
+#define EXL3_OUTLINE __attribute__((noinline))
+
 #define EACH_LANE for (int i = 0; i < LANES; i++)
 
 // Unsigned arithmetic, because block sums may wrap on the way to a result that fits.
@@ -33,10 +36,10 @@ inline I load(const void* from) { I r; std::memcpy(&r, from, sizeof r); return r
 inline void store(void* to, I a) { std::memcpy(to, &a, sizeof a); }
 inline F load_float(const float* from) { F r; std::memcpy(&r, from, sizeof r); return r; }
 inline void store_float(float* to, F a) { std::memcpy(to, &a, sizeof a); }
-inline F load_half(const uint16_t* from) { F r; EACH_LANE r.v[i] = half_to_float(from[i]); return r; }
-inline F load_bfloat(const uint16_t* from) { F r; EACH_LANE r.v[i] = bfloat_to_float(from[i]); return r; }
-inline void store_half(uint16_t* to, F a) { EACH_LANE to[i] = float_to_half(a.v[i]); }
-inline void store_bfloat(uint16_t* to, F a) { EACH_LANE to[i] = float_to_bfloat(a.v[i]); }
+EXL3_OUTLINE inline F load_half(const uint16_t* from) { F r; EACH_LANE r.v[i] = half_to_float(from[i]); return r; }
+EXL3_OUTLINE inline F load_bfloat(const uint16_t* from) { F r; EACH_LANE r.v[i] = bfloat_to_float(from[i]); return r; }
+EXL3_OUTLINE inline void store_half(uint16_t* to, F a) { EACH_LANE to[i] = float_to_half(a.v[i]); }
+EXL3_OUTLINE inline void store_bfloat(uint16_t* to, F a) { EACH_LANE to[i] = float_to_bfloat(a.v[i]); }
 inline void store_int16(int16_t* to, I a) { EACH_LANE to[i] = int16_t(a.v[i]); }
 
 inline I add(I a, I b) { EACH_LANE a.v[i] = wrap_add(a.v[i], b.v[i]); return a; }
@@ -49,7 +52,7 @@ inline F maximum(F a, F b) { EACH_LANE a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i
 inline F absolute(F a) { EACH_LANE a.v[i] = std::fabs(a.v[i]); return a; }
 inline F to_float(I a) { F r; EACH_LANE r.v[i] = float(a.v[i]); return r; }
 // Adding 1.5 · 2^23 leaves the integer, rounded to nearest even, in the mantissa.
-inline I round_to_int(F a) { I r; EACH_LANE r.v[i] = int32_t((a.v[i] + 0x1.8p23f) - 0x1.8p23f); return r; }
+EXL3_OUTLINE inline I round_to_int(F a) { I r; EACH_LANE r.v[i] = int32_t((a.v[i] + 0x1.8p23f) - 0x1.8p23f); return r; }
 inline I magnitude_bits(F a) { I r; EACH_LANE r.v[i] = int32_t(float_bits(a.v[i]) & 0x7fffffff); return r; }
 
 // Of all lanes; what it costs does not matter beside a block's other work.
@@ -82,7 +85,7 @@ inline float sum_lanes(F a) {
 }
 
 // Stages 1, 2 and 4 of the Hadamard transform.
-inline F hadamard_vector(F a) {
+EXL3_OUTLINE inline F hadamard_vector(F a) {
     for (int stride = 1; stride < LANES; stride *= 2) {
         F r;
         EACH_LANE r.v[i] = i & stride ? a.v[i ^ stride] - a.v[i] : a.v[i] + a.v[i ^ stride];
@@ -146,7 +149,7 @@ struct Windows {
     Bits load(const uint32_t* tile, int group) const { return {tile, group * 32}; }
 
     template <int J>
-    I get(Bits bits) const {
+    EXL3_OUTLINE I get(Bits bits) const {
         I r;
         EACH_LANE r.v[i] = int32_t(window(bits.tile, half_bits, bits.first + i / 2 * 8 + J + 4 * (i % 2)));
         return r;
@@ -178,7 +181,7 @@ struct Decoder {
         return half & 0x8000 ? -magnitude : magnitude;
     }
 
-    I pair(I first, I second) const {
+    EXL3_OUTLINE I pair(I first, I second) const {
         EACH_LANE {
             const uint32_t low = uint32_t(weight(uint32_t(first.v[i]))) & 0xffff;
             first.v[i] = int32_t(low | uint32_t(weight(uint32_t(second.v[i]))) << 16);

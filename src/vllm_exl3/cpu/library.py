@@ -143,4 +143,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
         *(pointer, integer, pointer, pointer, pointer, integer, integer, pointer, long, integer)
     ]
     loaded.exl3_hadamard.argtypes = [pointer, long, integer]
+    loaded.exl3_decode_rings.argtypes = [pointer, long, integer, integer, pointer, integer]
+    loaded.exl3_embed.argtypes = [
+        *(pointer, long, integer, integer, pointer, pointer, long, long, integer, pointer, long, integer)
+    ]
     loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]

@@ -180,7 +180,7 @@ def _regularise(weight: Floats, target: float, seed: int, threads: int) -> tuple
 def _refit(
     weight: Floats, decoded: Floats, suh: Floats, svh: Floats
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float16], float]:
-    """The scales that minimise the squared error, in turn, then as float16."""
+    """The scales that minimise the squared error, in turn, then as float16; overwrites ``decoded``."""
     product, square = weight * decoded, np.square(decoded)
 
     def best(numerator: Floats, denominator: Floats, dead: npt.NDArray[np.bool_]) -> Floats:
@@ -197,10 +197,12 @@ def _refit(
     suh = suh16.astype(np.float32)
     svh16 = best(suh @ product, np.square(suh) @ square, dead_columns).astype(np.float16)
     svh = svh16.astype(np.float32)
+    decoded *= suh[:, None]
+    decoded *= svh
+    decoded -= weight
     energy = float(np.square(weight, dtype=np.float64).sum())
-    # |W - u·G·v|² = |W|² - 2 u·(W∘G)·v + u²·(G∘G)·v²
-    residue = energy - 2 * float(suh @ product @ svh) + float(np.square(suh) @ square @ np.square(svh))
-    return suh16, svh16, max(residue, 0.0) / energy if energy else 0.0
+    residue = float(np.square(decoded, dtype=np.float64).sum())
+    return suh16, svh16, residue / energy if energy else 0.0
 
 
 def _typical(scales: Floats) -> float:

@@ -1,0 +1,16 @@
+"""Fixtures of the op tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ops.cpu_cases import instruction_sets
+from vllm_exl3.cpu.library import library
+
+
+@pytest.fixture(params=instruction_sets())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this CPU runs, in turn."""
+    assert library().exl3_select_isa(request.param.encode()) == 0
+    yield request.param
+    library().exl3_select_isa(b"auto")

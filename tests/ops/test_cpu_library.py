@@ -1,0 +1,195 @@
+"""Loading the C++ library, the threads it works on, and its row codec."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ops.cpu_cases import instruction_sets, needs_library
+from vllm_exl3.cpu import library as loading
+from vllm_exl3.pack import codec
+
+SOURCES = str(Path(loading.__file__).parents[2])
+
+
+@pytest.fixture
+def reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads again within the test, and as before after it."""
+    monkeypatch.setattr(loading, "_load", loading._load.__wrapped__)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_absence_is_explained(monkeypatch: pytest.MonkeyPatch, reloaded: None) -> None:
+    monkeypatch.setattr(loading, "_file", lambda: None)
+    reason = loading.unavailable()
+    assert reason is not None
+    assert "built without a C++ compiler" in reason
+    assert "reinstall" in reason
+    with pytest.raises(RuntimeError, match="built without a C"):
+        loading.library()
+
+
+def test_a_broken_file_is_explained(monkeypatch: pytest.MonkeyPatch, reloaded: None, tmp_path: Path) -> None:
+    file = tmp_path / "libvllm_exl3_cpu.so"
+    file.write_bytes(b"not a library")
+    monkeypatch.setattr(loading, "_file", lambda: file)
+    assert "does not load" in (loading.unavailable() or "")
+
+
+@needs_library
+def test_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch, reloaded: None) -> None:
+    monkeypatch.setattr(loading, "ABI_VERSION", loading.ABI_VERSION + 1)
+    assert f"expected {loading.ABI_VERSION}" in (loading.unavailable() or "")
+
+
+@needs_library
+def test_structures_match_the_header() -> None:
+    assert ctypes.sizeof(loading.ShardStruct) == 48
+    assert ctypes.sizeof(loading.LinearCall) == 7 * 8 + 4 * 8 + 4 * 4
+
+
+@needs_library
+@pytest.mark.parametrize("isa", instruction_sets())
+def test_the_environment_forces_an_instruction_set(isa: str) -> None:
+    code = "from vllm_exl3.cpu.library import library; print(library().exl3_isa().decode())"
+    assert run_python(code, VLLM_EXL3_CPU_ISA=isa).stdout.strip() == isa
+
+
+@needs_library
+def test_an_unknown_instruction_set_names_the_variable() -> None:
+    result = run_python("from vllm_exl3.cpu.library import library; library()", VLLM_EXL3_CPU_ISA="neon")
+    assert result.returncode
+    assert "VLLM_EXL3_CPU_ISA='neon'" in result.stderr
+
+
+@needs_library
+def test_importing_loads_no_torch() -> None:
+    code = """
+import sys
+from vllm_exl3.cpu import library, quantize
+library.library()
+print("torch" in sys.modules)
+"""
+    assert run_python(code).stdout.strip() == "False"
+
+
+# One linear, on as many threads as torch has, in a process bound to given CPUs before torch is loaded
+# (as vLLM's workers are); prints the threads of the process before and after, and those that ran.
+THREADS = """
+import os, sys
+os.sched_setaffinity(0, {cpus})
+import numpy as np, torch
+torch.set_num_threads(2)
+from vllm_exl3.cpu import backend, library
+from vllm_exl3.ops.shards import Shard, pack_shards
+shard = Shard(8, 2, 1024, 4096, 0, 4096)
+layout = tuple(pack_shards([shard]))
+tensors = (torch.zeros(shard.trellis_words, dtype=torch.int16), torch.ones(1024).half(), torch.ones(4096).half())
+torch.randn(2048, 2048) @ torch.randn(2048, 2048)
+count = lambda: len(os.listdir("/proc/self/task"))
+def ticks():
+    used = {{}}
+    for task in os.listdir("/proc/self/task"):
+        fields = open(f"/proc/self/task/{{task}}/stat").read().rpartition(") ")[2].split()
+        used[task] = int(fields[11]) + int(fields[12])
+    return used
+before, first = count(), ticks()
+for _ in range(200):
+    backend.linear(torch.ones(8, 1024), *tensors, None, layout)
+last = ticks()
+busy = sum(last[task] - first.get(task, 0) > 5 for task in last)
+print(before, count(), busy, library.find_openmp() is not None)
+"""
+
+
+@needs_library
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_the_openmp_threads_of_torch_do_the_work() -> None:
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("needs two CPUs")
+    result = run_python(THREADS.format(cpus=set(cpus)))
+    assert result.returncode == 0, result.stderr
+    before, after, busy, found = result.stdout.split()
+    assert found == "True"
+    assert before == after
+    assert int(busy) == 2
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_one_cpu_for_two_threads_still_finishes() -> None:
+    cpus = sorted(os.sched_getaffinity(0))[:1]
+    result = run_python(THREADS.format(cpus=set(cpus)), OMP_NUM_THREADS="2")
+    assert result.returncode == 0, result.stderr
+
+
+@needs_library
+def test_own_threads_without_a_runtime() -> None:
+    code = """
+import numpy as np
+from vllm_exl3.cpu.quantize import encode
+from vllm_exl3.cpu.library import find_openmp
+from vllm_exl3.pack.stored import Codebook
+weights = np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32)
+assert find_openmp() is None
+one, four = (encode(weights, 8, Codebook.MUL1, threads=threads) for threads in (1, 4))
+assert (one == four).all()
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+@needs_library
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("width", [160, 256])
+def test_rings_decode_as_in_the_specification(bits: int, width: int) -> None:
+    rings = np.random.default_rng(bits).integers(0, 65536, (7, 1 + width * bits // 16), np.uint16)
+    rings[:, 0] &= 0xBFFF  # a finite scale
+    out = np.empty((7, width), np.float32)
+    loading.check(loading.library().exl3_decode_rings(rings.ctypes.data, 7, width, bits, out.ctypes.data, 2))
+    states, scale = codec.unpack_rings(rings.view(np.int16), bits, width)
+    table = codec.codebook_table(codec.Codebook.MUL1).astype(np.float32)
+    np.testing.assert_array_equal(out, table[states] * scale.astype(np.float32).reshape(7, 1))
+
+
+@needs_library
+@pytest.mark.parametrize("hidden", [256, 576])
+def test_embedding_rows_match_the_specification(hidden: int) -> None:
+    bits, groups, rows = 5, -(-hidden // 256), 11
+    rng = np.random.default_rng(hidden)
+    table = rng.integers(0, 65536, (rows, groups, 1 + 16 * bits), np.uint16)
+    table[..., 0] = rng.uniform(0.01, 2, (rows, groups)).astype(np.float16).view(np.uint16)
+    signs = rng.choice(np.array([-1, 1], np.float16), (groups, 256))
+    ids = np.array([10, 0, 3, 3], np.int64)
+    out = np.full((4, hidden + 3), 7, np.float16)
+
+    def embed(chosen: np.ndarray) -> int:
+        return int(
+            loading.library().exl3_embed(
+                *(table.ctypes.data, rows, groups, bits, signs.ctypes.data, chosen.ctypes.data, len(chosen)),
+                *(hidden, 1, out.ctypes.data, hidden + 3, 2),
+            )
+        )
+
+    loading.check(embed(ids))
+    expected = codec.decode_embedding(table[ids].reshape(4, -1).view(np.int16), signs, bits, hidden)
+    np.testing.assert_allclose(out[:, :hidden].astype(np.float32), expected.astype(np.float32), rtol=1e-3, atol=1e-3)
+    assert (out[:, hidden:] == 7).all()
+    for wrong in ([11], [-1], [0, 1 << 40]):
+        with pytest.raises(RuntimeError, match="outside the table"):
+            loading.check(embed(np.array(wrong, np.int64)))
