@@ -68,8 +68,16 @@ class MoELayer:
         kinds = projection_kinds(self.projections)
         table = pack_table(self.projections)
         return (
-            weights, ids, expert_map, *self.tensors.values(), table, kinds, self.intermediate, *self.activation, on_input,
-        )  # fmt: skip
+            weights,
+            ids,
+            expert_map,
+            *self.tensors.values(),
+            table,
+            kinds,
+            self.intermediate,
+            *self.activation,
+            on_input,
+        )
 
     def oracle(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, on_input: bool = False) -> np.ndarray:
         """The layer in float64: every expert on every token, times a dense matrix of routing weights."""

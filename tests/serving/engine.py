@@ -5,7 +5,11 @@ Engines are started with what makes them quick on two cores; nothing here is spe
 
 import contextlib
 import gc
+import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from vllm import LLM, SamplingParams
 
-__all__ = ["engine", "generate", "logits_of", "model_of"]
+__all__ = ["PROMPTS", "engine", "generate", "generate_on_two_ranks", "logits_of", "model_of"]
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
+"""What the ranks of `generate_on_two_ranks` continue."""
 
 
 @contextlib.contextmanager
@@ -36,12 +43,16 @@ def engine(pack: Path | str, **options: Any) -> Iterator[LLM]:
         "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
     }
-    llm = LLM(str(pack), **{**defaults, **options})
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        llm = LLM(str(pack), **{**defaults, **options})
+    except BaseException:
+        cleanup_dist_env_and_memory()  # or the next engine of this process finds half of this one
+        raise
     try:
         yield llm
     finally:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         # The caller's name still refers to the engine, so it has to be told to let go of the process groups.
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -88,3 +99,28 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 16) -> list[l
         use_tqdm=False,
     )
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def generate_on_two_ranks(pack: Path | str, tokens: int = 24, **options: Any) -> list[list[int]]:
+    """Greedy continuations of `PROMPTS` by an engine over two processes."""
+    script = Path(__file__).with_name("rank.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(script.parents[2]), *sys.path]),
+    }
+    for left in Path("/dev/shm").glob("*-cpushm_*"):
+        left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
+    output = subprocess.run(
+        [*command, str(pack), str(tokens), json.dumps(options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = re.search(r"TOKENS (.*)", output.stdout)
+    assert found, output.stdout[-2000:] + output.stderr[-4000:]
+    return json.loads(found[1])

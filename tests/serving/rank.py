@@ -1,18 +1,19 @@
-"""One rank of a tensor-parallel engine, started by torchrun: prints the greedy tokens of some prompts."""
+"""One rank of an engine over several processes, started by torchrun: prints greedy tokens."""
 
 import json
 import os
 import sys
 
-from tests.serving.engine import engine, generate
-from tests.serving.test_engine import PROMPTS
+from tests.serving.engine import PROMPTS, engine, generate
 
 if __name__ == "__main__":
-    ranks = int(os.environ["WORLD_SIZE"])
-    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "external_launcher"}
-    with engine(sys.argv[1], **options) as llm:
-        tokens = generate(llm, PROMPTS, 24)
+    pack, tokens, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    options |= {
+        "tensor_parallel_size": int(os.environ["WORLD_SIZE"]),
+        "distributed_executor_backend": "external_launcher",
+    }
+    with engine(pack, **options) as llm:
+        continued = generate(llm, PROMPTS, tokens)
         if os.environ["RANK"] == "0":
-            print(f"TOKENS {tokens}", flush=True)
+            print(f"TOKENS {continued}", flush=True)
     os._exit(0)  # vLLM's own shutdown takes seconds and has nothing left to do

@@ -1,9 +1,6 @@
 """Engines with quantized token embeddings: EXL3 row codes, int8 and int4 tables, tied and untied, TP 2."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
-from tests.serving.engine import engine, generate, logits_of, model_of
+from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks, logits_of, model_of
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
 from vllm_exl3.pack.errors import Exl3PackError
@@ -24,29 +21,12 @@ ROW_CODED = "qwen3-2.25-mul1-emb4"
 ODD = "llama_odd-4.0-mul1"
 TIED = "llama_tied-3.0-mul1"
 GEMMA = "gemma2-6.0-mcg"
-PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
-RANK = Path(__file__).with_name("rank.py")
 KEY = "model.embed_tokens"
 
 
 def slow(*values: Any) -> Any:
     """A case that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def two_ranks(pack: Path) -> str:
-    """Output of a tensor-parallel engine of two processes."""
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(RANK.parents[2]), *sys.path]),
-    }
-    for left in Path("/dev/shm").glob("*-cpushm_*"):
-        left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(RANK), str(pack)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    return output.stdout + output.stderr[-4000:]
 
 
 def tensors_of(folder: Path) -> Tensors:
@@ -137,7 +117,7 @@ def test_compiled_engines_and_dummy_weights() -> None:
 def test_two_ranks_give_one_ranks_tokens_from_a_row_code() -> None:
     with engine(PACKS / ROW_CODED) as llm:
         alone = generate(llm, PROMPTS, 24)
-    assert f"TOKENS {alone}" in (output := two_ranks(PACKS / ROW_CODED)), output
+    assert generate_on_two_ranks(PACKS / ROW_CODED) == alone
 
 
 @pytest.mark.parametrize("bits", [4, slow(8)])
@@ -167,7 +147,7 @@ def test_a_head_tied_to_an_integer_table_gets_its_logits_from_it(variant: Callab
         assert not dict(model_of(llm).get_submodule("lm_head").named_parameters())
     with engine(sixteen_bit_twin(tmp_path / "pack", tmp_path / "twin", 256)) as llm:
         torch.testing.assert_close(logits_of(llm, ids), ours, rtol=1e-4, atol=1e-5)
-    assert f"TOKENS {tokens}" in (output := two_ranks(tmp_path / "pack")), output
+    assert generate_on_two_ranks(tmp_path / "pack") == tokens
 
 
 @pytest.mark.slow

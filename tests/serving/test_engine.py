@@ -1,8 +1,5 @@
 """Whole engines on the CPU: compilation, reloading, mixed layers, biases, tensor parallelism."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
-from tests.serving.engine import engine, generate, logits_of, model_of
+from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks, logits_of, model_of
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
@@ -22,7 +19,6 @@ from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import Codebook
 
-PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 ODD = "llama_odd-4.0-mul1"
 PHI = "phi3-5.0-mul1"
 
@@ -149,25 +145,12 @@ def test_dummy_weights_need_no_loader() -> None:
         assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
 
 
-RANK = Path(__file__).with_name("rank.py")
-
-
 @pytest.mark.parametrize("name", [PHI, ODD])
 def test_two_ranks_give_one_ranks_tokens(name: str) -> None:
     """Both MLPs split inside a block of 128 (192 and 160 inputs a rank); one has a single KV head."""
     with engine(PACKS / name) as llm:
         alone = generate(llm, PROMPTS, 24)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(RANK), str(PACKS / name)]
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(RANK.parents[2]), *sys.path]),
-    }
-    for left in Path("/dev/shm").glob("*-cpushm_*"):
-        left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert f"TOKENS {alone}" in output.stdout, output.stdout[-2000:] + output.stderr[-4000:]
+    assert generate_on_two_ranks(PACKS / name) == alone
 
 
 def leave_copies_beside(tensors: Tensors) -> None:

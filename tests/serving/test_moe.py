@@ -1,10 +1,6 @@
 """MoE packs made by exllamav3, served by stock vLLM: logits, names, reload, two ranks, the report."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +8,13 @@ import pytest
 import torch
 
 from tests.serving.conftest import MOE, PACKS, Tensors, golden_logits, relative_error
-from tests.serving.engine import engine, generate, logits_of, model_of
+from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks, logits_of, model_of
 from tests.serving.test_golden import BOUND, expected_backend
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
 from vllm_exl3.pack.errors import Exl3PackError
 
 MIXTRAL, QWEN = MOE
-PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 
 
 def check_logits(name: str, ours: torch.Tensor, bound: float = BOUND) -> None:
@@ -122,28 +117,6 @@ def test_dummy_weights_need_no_loader() -> None:
         assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
 
 
-RANK = Path(__file__).with_name("rank.py")
-
-
-def tokens_of_two_ranks(pack: Path, **options: object) -> list[list[int]]:
-    """Greedy tokens of an engine over two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(RANK), str(pack)]
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(RANK.parents[2]), *sys.path]),
-    }
-    for left in Path("/dev/shm").glob("*-cpushm_*"):
-        left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
-    output = subprocess.run(
-        [*command, json.dumps(options)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    found = re.search(r"TOKENS (.*)", output.stdout)
-    assert found, output.stdout[-2000:] + output.stderr[-4000:]
-    return json.loads(found[1])
-
-
 @pytest.mark.parametrize(
     ("name", "expert_parallel"),
     [(MIXTRAL, False), (QWEN, True), pytest.param(MIXTRAL, True, marks=pytest.mark.slow)],
@@ -152,4 +125,4 @@ def test_two_ranks_give_one_ranks_tokens(name: str, expert_parallel: bool) -> No
     """Mixtral's 384 channels are three blocks: one tensor-parallel rank holds two of them, the other one."""
     with engine(PACKS / name) as llm:
         alone = generate(llm, PROMPTS, 24)
-    assert tokens_of_two_ranks(PACKS / name, enable_expert_parallel=expert_parallel) == alone
+    assert generate_on_two_ranks(PACKS / name, enable_expert_parallel=expert_parallel) == alone

@@ -116,7 +116,10 @@ def _choose(op: str, device: str, reference: Callable[..., Any]) -> Choice:
 
 
 def count_call(op: str, backend: str, layer_class: str) -> None:
-    """Count one execution of an op; the report and the diagnostics read these counts."""
+    """Count one execution of an op; the report and the diagnostics read these counts.
+
+    A CUDA graph counts when it is captured, not when it is replayed; threads may lose a count to each other.
+    """
     _calls[op, backend, layer_class] += 1
 
 

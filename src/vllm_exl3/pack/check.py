@@ -144,12 +144,16 @@ def _declaration_faults(pack: Pack) -> Iterator[Exl3PackError]:
             )
 
 
+_SCALES_AND_MARKERS = (".suh", ".svh", ".su", ".sv", ".mcg", ".mul1")
+
+
 def _orphans(pack: Pack) -> Iterator[Exl3PackError]:
     """Scales and markers whose trellis is nowhere: a file is missing that no index speaks of."""
     orphans = [
         tensor
         for name, tensor in pack.tensors.items()
-        if name.endswith((".suh", ".svh", ".mcg", ".mul1")) and name.rpartition(".")[0] not in pack.linears
+        if name.endswith((".suh", ".svh", ".su", ".sv", ".mcg", ".mul1"))
+        and name.rpartition(".")[0] not in pack.linears
     ]
     if orphans:
         yield _fault(

@@ -78,7 +78,7 @@ def block_split(total: int, rank: int, ranks: int, *, where: str) -> tuple[int, 
             found=f"{blocks} blocks of {BLOCK} channels for {ranks} tensor-parallel ranks",
             expected="at least one block per rank",
             where=where,
-            remedy=f"Use --tensor-parallel-size {blocks} or less, or --enable-expert-parallel, which keeps experts whole.",
+            remedy=f"Use --tensor-parallel-size {blocks} or less, or --enable-expert-parallel: it keeps experts whole.",
         )
     share, more = divmod(blocks, ranks)
     start = rank * share + min(rank, more)

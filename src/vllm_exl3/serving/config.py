@@ -28,6 +28,7 @@ from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import NameResolver, Part, Resolution
+from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
@@ -64,12 +65,12 @@ class Exl3Config(QuantizationConfig):
     """How to serve one EXL3 pack.
 
     Args:
-        raw: the ``quantization_config`` of ``config.json``. Informational: tensor headers decide.
+        raw: the ``quantization_config`` of ``config.json``, if it has one. Informational: tensor headers decide.
     """
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.raw = raw
+        self.raw = raw or {}
         self.source: str | None = None
         self.revision: str | None = None
         self._mappers: list[WeightsMapper] = []
@@ -119,8 +120,8 @@ class Exl3Config(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Where to look when ``config.json`` declares no quantization (``--quantization exl3``)."""
-        return ["quantization_config.json"]
+        """None, so that ``--quantization exl3`` needs no file: the pack is asked, and says what it is if not EXL3."""
+        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Exl3Config":
@@ -155,8 +156,10 @@ class Exl3Config(QuantizationConfig):
         """
         env.validate()
         self.source = str(model_name)
-        # The commit pins what a branch name may move away from between here and the download.
-        self.revision = getattr(hf_config, "_commit_hash", None) or revision
+        # The commit pins what a branch name may move away from between here and the download. Under
+        # --hf-config-path the configuration comes from elsewhere, and its commit is not this repository's.
+        same = getattr(hf_config, "_name_or_path", None) in (None, "", self.source)
+        self.revision = (getattr(hf_config, "_commit_hash", None) if same else None) or revision
         for warning in check(self.pack):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
         for refusal in unserved(self.pack):
@@ -319,7 +322,7 @@ class Exl3Config(QuantizationConfig):
         return method if current is not None and current.speculative_config is not None else watched(method, where)
 
     def _own_head_key(self) -> str | None:
-        return next((key for key in self.pack.linears if key.rpartition(".")[2] == "lm_head"), None)
+        return next((key for key in self.pack.linears if is_head_name(key)), None)
 
     def _attach_head(self) -> None:
         """Where the model class builds no head, let the embedding it multiplies by carry the pack's own."""
@@ -328,10 +331,12 @@ class Exl3Config(QuantizationConfig):
         key = self._own_head_key()
         if key is None or key in self._claimed or len(self._embeddings) != 1:
             return
+        if is_draft(self.pack, self._claimed):
+            return  # the draft is given the main model's head
         if not get_pp_group().is_last_rank:
             return  # the head is another pipeline stage's
         tables = (*self.pack.embeddings, *self.pack.dense)
-        table = next((name for name in tables if name.rpartition(".")[2] == "embed_tokens"), None)
+        table = next((name for name in tables if is_embedding_name(name)), None)
         resolution = self.resolve(self._map_name(f"{key}.trellis").removesuffix(".trellis"))
         if table is None or resolution is None:
             return

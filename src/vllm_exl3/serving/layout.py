@@ -199,7 +199,7 @@ class Layout:
                 found=f"a trellis with {linear.in_features} input channels",
                 expected=f"{padded}: the layer's {total} inputs, padded to {BLOCK}",
                 where=f"{self.where} ({linear.trellis.file}, {linear.trellis.name})",
-                remedy="The pack does not belong to this config.json, or was converted by a faulty tool.",
+                remedy=_WRONG_PACK,
             )
 
 
@@ -243,9 +243,16 @@ def _take_covered(where: str, part: Part, remaining: list[Output], *, last: bool
             found=f"{width} output channels",
             expected=f"{total}, or that padded to {BLOCK}",
             where=f"{where} ({part.key})",
-            remedy="The pack does not belong to this config.json, or was converted by a faulty tool.",
+            remedy=_WRONG_PACK if all(output.size == output.total for output in covered) else _REPEATED,
         )
     return covered
+
+
+_WRONG_PACK = "The pack does not belong to this config.json, or was converted by a faulty tool."
+_REPEATED = (
+    "Where the model class repeats part of this layer on every rank, this split is not served: use a smaller "
+    "--tensor-parallel-size. Otherwise the pack does not belong to this config.json."
+)
 
 
 def _fits(part: Part, width: int, total: int) -> bool:

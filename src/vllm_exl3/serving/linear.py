@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-import vllm_exl3.ops.linear  # noqa: F401  registers torch.ops.vllm_exl3.linear
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.stored import TILE, Codebook
@@ -41,11 +42,15 @@ ShardId = str | int | tuple[int, ...] | None
 class Exl3LinearMethod(LinearMethodBase):
     """One vLLM linear layer whose weights, or some of whose fused weights, are EXL3.
 
+    Weights are served as they are stored, so vLLM's cache of processed weights may hold them.
+
     Args:
         config: the quantization config; it keeps the report and checks names at the first load.
         where: the layer's vLLM name.
         parts: its stored tensors, in output order.
     """
+
+    supports_pre_processed_weights = True
 
     def __init__(self, config: "Exl3Config", where: str, parts: Sequence[Part]) -> None:
         super().__init__()
@@ -94,6 +99,9 @@ class Exl3LinearMethod(LinearMethodBase):
             object.__setattr__(layer, "weight_packed", layer.trellis)
         layer.weight_loader = _bias_loader(layer.weight_loader, self)
         self.config.report.add_layer(self.where, layer, layout)
+        if not layer.trellis.is_meta:
+            # A kernel that was asked for and cannot run is refused now, not after gigabytes of weights.
+            backends.select("linear", layer.trellis.device.type, linear_reference)
 
     def load_trellis(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
         """Copy this rank's blocks of one stored trellis ``[in/16, out/16, 16·K]``."""
