@@ -27,6 +27,8 @@ _SAMPLES = 3
 _NUMBERS = 8
 """Layers or experts that a message lists; a damaged count may claim any number of them."""
 
+_SCALES_AND_MARKERS = (".suh", ".svh", ".su", ".sv", ".mcg", ".mul1")
+
 
 def check(pack: Pack) -> list[Exl3PackWarning]:
     """Refuse a pack with a fault; return the warnings of one without.
@@ -144,16 +146,12 @@ def _declaration_faults(pack: Pack) -> Iterator[Exl3PackError]:
             )
 
 
-_SCALES_AND_MARKERS = (".suh", ".svh", ".su", ".sv", ".mcg", ".mul1")
-
-
 def _orphans(pack: Pack) -> Iterator[Exl3PackError]:
     """Scales and markers whose trellis is nowhere: a file is missing that no index speaks of."""
     orphans = [
         tensor
         for name, tensor in pack.tensors.items()
-        if name.endswith((".suh", ".svh", ".su", ".sv", ".mcg", ".mul1"))
-        and name.rpartition(".")[0] not in pack.linears
+        if name.endswith(_SCALES_AND_MARKERS) and name.rpartition(".")[0] not in pack.linears
     ]
     if orphans:
         yield _fault(
