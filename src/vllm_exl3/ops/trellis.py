@@ -60,7 +60,8 @@ def decode_states(states: torch.Tensor, codebook: int) -> torch.Tensor:
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Apply H128/√128 to every 128 consecutive values of the last dimension, in ``x``'s dtype."""
     blocks = x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
-    return (blocks @ _hadamard_matrix(x.device, x.dtype)).reshape(x.shape)
+    transformed: torch.Tensor = blocks @ _hadamard_matrix(x.device, x.dtype)
+    return transformed.reshape(x.shape)
 
 
 def _half_from_bits(bits: torch.Tensor) -> torch.Tensor:
