@@ -18,6 +18,11 @@ All begin with `VLLM_EXL3_`. They are read when they are needed, in every proces
 |---|---|---|
 """
 
+TAIL = """
+`VLLM_EXL3_NO_NATIVE=1` while installing from a checkout leaves the CPU kernels out, as on a machine without a C++
+compiler.
+"""
+
 
 def page() -> str:
     """The page's text."""
@@ -26,7 +31,7 @@ def page() -> str:
         also = f" Also read as {', '.join(f'`{name}`' for name in variable.aliases)}." if variable.aliases else ""
         default = f"`{variable.default}`" if variable.default else "unset"
         rows.append(f"| `{variable.name}` | {default} | {variable.help}{also} |\n")
-    return HEAD + "".join(rows)
+    return HEAD + "".join(rows) + TAIL
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,34 @@ def gpu_table() -> str:
     return head + "\n".join(lines) + "\n"
 
 
+def serve_line() -> str:
+    """Decoding by a whole model on the GPU."""
+    rows = load("h200/serve.json")["rows"]
+    speeds = {
+        kernel: ", ".join(f"{row['tokens_per_second']:.0f}" for row in rows if row["kernel"] == kernel)
+        for kernel in ("native", "cublas_bf16")
+    }
+    batches = ", ".join(str(row["m"]) for row in rows if row["kernel"] == "native")
+    return _wrapped(
+        "A model of the shape of Llama 3 8B with random weights, served by vLLM on the same GPU, decodes (tokens/s at "
+        f"batches of {batches}) {speeds['native']} at 4 bits with a 6-bit head, and {speeds['cublas_bf16']} in 16 bits "
+        "(`benchmarks/results/h200/serve.json`)."
+    )
+
+
 def demo_line() -> str:
     """What the demo recorded."""
     results = load("cpu/demo.json")
     row, meta = results["rows"][-1], results["meta"]
-    return (
+    return _wrapped(
         f"The demo on two cores of an {meta['cpu']}: {row['tokens_per_second']:.0f} tokens/s, and logits "
         f"{row['kl']:.3f} nats a token (KL) from the 16-bit model's at {row['bits']:g} bits, without calibration "
-        "(`benchmarks/results/cpu/demo.json`).\n"
+        "(`benchmarks/results/cpu/demo.json`)."
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def page() -> str:
@@ -65,7 +85,7 @@ def page() -> str:
     _, _, after = rest.partition(END)
     if not after:
         raise SystemExit(f"README.md lacks the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{gpu_table()}\n{demo_line()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{gpu_table()}\n{serve_line()}\n{demo_line()}\n{END}{after}"
 
 
 def main() -> int:

@@ -64,21 +64,24 @@ LINEAR_KERNEL = Variable(
     "VLLM_EXL3_LINEAR_KERNEL",
     "auto",
     _choice("auto", "native", "exllamav3", "reference"),
-    "Which kernels serve the linears: auto takes the fastest that runs here; reference is plain PyTorch.",
+    "Which kernels serve the linears: auto takes the fastest that runs here; native are this package's, exllamav3 that "
+    "package's where it is installed beside a GPU (for comparison), reference is plain PyTorch.",
 )
 
 MOE_KERNEL = Variable(
     "VLLM_EXL3_MOE_KERNEL",
     "auto",
     _choice("auto", "native", "exllamav3", "reference"),
-    "Which kernels serve routed experts: auto takes the fastest that runs here; reference is plain PyTorch.",
+    "Which kernels serve routed experts: auto takes the fastest that runs here; native are this package's, on CPUs; "
+    "reference is plain PyTorch.",
 )
 
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
     _choice("auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi"),
-    "Which instruction set the CPU kernels use: auto takes the best that the CPU runs; a lower one is for comparison.",
+    "Which instruction set the CPU kernels use: auto takes the best that the CPU runs; scalar, avx2, avx512, "
+    "avx512_vnni and avx512_vbmi are for comparison.",
 )
 
 CACHE = Variable(
