@@ -29,7 +29,7 @@ _HALVES = 2
 _ALIGN = 256
 _PLANES_ROTATIONS, _PLANES_UNITS, _PLANES_IDLE = 145.0, 64, 8
 """Up to how many 128-point transforms and units of work a block, and with how few idle multiprocessors, rotating in the
-GEMM is faster than a launch before it: measured on an H200 (docs/kernels.md)."""
+GEMM is faster than a launch before it: measured on an H200 (docs/kernels-gpu.md)."""
 
 _WIDE_THREADS, _WIDE_STAGING, _WIDE_CHUNK, _OUTPUT_PITCH = 512, 512, 32, (BLOCK + 4) * 4
 """Of linear_wide.cuh: threads, bytes before the staging area, tokens staged at once, bytes of a staged token."""

@@ -10,7 +10,7 @@ __all__ = ["NARROW", "WIDE", "Costs", "split"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What sharing and ending strips costs, in units of work: from traces of an H200 (docs/kernels.md).
+    """What sharing and ending strips costs, in units of work: from traces of an H200 (docs/kernels-gpu.md).
 
     Attributes:
         exchange: adding up a strip that blocks share, through memory.
