@@ -43,9 +43,9 @@ def gpu_table() -> str:
             lines.append(f"| {rows} × {columns} | {tokens} | " + " | ".join(f"{time:.1f}" for time in times) + " |")
     head = (
         f"One linear at 4 bits, codebook mul1, on an {results['meta']['gpu']}, µs "
-        "([how](docs/kernels-gpu.md), `benchmarks/results/h200/linear.json`):\n\n"
+        "([how](docs/kernels-gpu.md), `benchmarks/results/h200/linear.json`):"
     )
-    return head + "\n".join(lines) + "\n"
+    return _wrapped(head) + "\n" + "\n".join(lines) + "\n"
 
 
 def serve_line() -> str:
