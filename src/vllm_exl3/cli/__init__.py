@@ -2,9 +2,11 @@
 
 import io
 import sys
+from typing import Annotated
 
 import typer
 
+from vllm_exl3 import __version__
 from vllm_exl3.cli.bench import bench
 from vllm_exl3.cli.demo import demo
 from vllm_exl3.cli.doctor import doctor
@@ -22,6 +24,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+) -> None:
+    """Serve EXL3 (ExLlamaV3) checkpoints with stock vLLM."""
+    if show:
+        typer.echo(f"vllm-exl3 {__version__}")
+        raise typer.Exit
 
 
 app.command()(inspect)

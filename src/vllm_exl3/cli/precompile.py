@@ -29,7 +29,10 @@ def precompile(
     if (reason := compiler_unavailable()) is not None:
         typer.echo(f"Nothing can be compiled here: {reason}", err=True)
         raise typer.Exit(1)
-    gpus = [typical_limits(name) for name in arch] if arch else local_gpus()
+    try:
+        gpus = [typical_limits(name) for name in arch] if arch else local_gpus()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from None
     if not gpus:
         typer.echo("No CUDA GPU here: name the architecture with --arch, such as --arch sm_90a", err=True)
         raise typer.Exit(1)

@@ -50,7 +50,8 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
 def _print_overview(survey: Mapping[str, Any], console: Console) -> None:
     console.print(survey["source"] + (f" at {survey['commit']}" if survey["commit"] else ""), style="bold")
     console.print(f"model      {', '.join(survey['architectures']) or 'unknown'} ({survey['model_type']})")
-    console.print(f"size       {format_bytes(survey['bytes'])} in {survey['tensors']} tensors, {survey['files']} files")
+    files = f"{survey['files']} file{'s' if survey['files'] != 1 else ''}"
+    console.print(f"size       {format_bytes(survey['bytes'])} in {survey['tensors']} tensors, {files}")
     declared = ", ".join(f"{key} {value}" for key, value in survey["declared"].items())
     console.print(f"declared   {declared or 'nothing'}", markup=False)
     averages = survey["average_bits"]
