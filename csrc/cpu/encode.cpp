@@ -59,12 +59,12 @@ void choose_units(int half_bits, double root_mean_square, SearchTable& table) {
 int in_bits(int half_bits, int position) { return window_step(half_bits, position % 2); }
 int out_edges(int half_bits, int position) { return 1 << (16 - in_bits(half_bits, position + 1)); }
 
-int table_index(int in_shift, int edges, int state) {
-    const int edge = state % edges, entry = state / edges, place = edge % ENCODE_GROUP;
+// Where the first state that leads to an edge is in the table; the next ones follow ENCODE_GROUP apart.
+int table_index(int in_shift, int edges, int edge) {
+    const int place = edge % ENCODE_GROUP;
     // The inverse of edge_of_lane.
-    const int arriving = 32 >> in_shift;
-    const int lane = in_shift < 5 ? (place >> in_shift) + place % (1 << in_shift) * arriving : place;
-    return (edge / ENCODE_GROUP * (STATES / edges) + entry) * ENCODE_GROUP + lane;
+    const int lane = in_shift < 5 ? (place >> in_shift) + (place & ((1 << in_shift) - 1)) * (32 >> in_shift) : place;
+    return edge / ENCODE_GROUP * (STATES / edges) * ENCODE_GROUP + lane;
 }
 
 SearchTable make_table(int half_bits, int codebook) {
@@ -83,8 +83,8 @@ SearchTable make_table(int half_bits, int codebook) {
         const int in_shift = in_bits(half_bits, parity), edges = out_edges(half_bits, parity);
         table.values[parity].resize(STATES);
         for (int state = 0; state < STATES; state++) {
-            const float value = std::round(values[size_t(state)] * table.scale);
-            table.values[parity][size_t(table_index(in_shift, edges, state))] = int16_t(value);
+            const int index = table_index(in_shift, edges, state % edges) + state / edges * ENCODE_GROUP;
+            table.values[parity][size_t(index)] = int16_t(std::round(values[size_t(state)] * table.scale));
         }
     }
     return table;
@@ -167,10 +167,10 @@ class Search {
         const int position = int(ring(first + step)), edges = out_edges(half_bits_, position);
         const int in_shift = in_bits(half_bits_, position);
         const uint16_t* before = cost(tile, step);
+        const int16_t* value = table_.at(position).data() + table_index(in_shift, edges, edge);
         int best_cost = 1 << 30, best = 0;
-        for (int state = edge; state < STATES; state += edges) {
-            const int value = table_.at(position)[size_t(table_index(in_shift, edges, state))];
-            const int total = before[state >> in_shift] + table_.square(value - targets[size_t(position)]);
+        for (int state = edge; state < STATES; state += edges, value += ENCODE_GROUP) {
+            const int total = before[state >> in_shift] + table_.square(*value - targets[size_t(position)]);
             if (total < best_cost) {
                 best_cost = total;
                 best = state;
