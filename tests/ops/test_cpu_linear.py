@@ -1,5 +1,11 @@
 """The CPU library's linear and decoding: every rate, codebook, instruction set, dtype and shape."""
 
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -167,6 +173,39 @@ def test_sums_of_the_largest_weights_fit(isa: str, codebook: Codebook, sign: flo
         for rows in (1, 5):
             # One state's rounding does not average out: its own bound is half a unit in the last place.
             assert relative_error(run(layer, x[:rows]), expected[:rows]) < 2 * BOUND
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize(("codebook", "half_bits"), EVERY_KIND)
+def test_reads_stay_inside_the_trellis(isa: str, codebook: Codebook, half_bits: int) -> None:
+    """The memory before and after may not exist: a read past either end kills this process."""
+    layer = Layer(whole(codebook, half_bits, 128, 128))
+    words, suh, svh = layer.tensors()
+    x = torch.randn(5, 128)
+    with guarded_pages(words.numel() * 2) as (first, last):
+        for place in (first, last):
+            place.copy_(words)
+            for rows in (1, 5):
+                y = backend.linear(x[:rows], place, suh, svh, None, layer.layout)
+                assert torch.equal(y, run(layer, x[:rows]))
+
+
+@contextmanager
+def guarded_pages(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """int16 tensors of ``size`` bytes that begin right after, and end right before, memory that cannot be read."""
+    page = mmap.PAGESIZE
+    inner = -(-size // page) * page
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = mmap.mmap(-1, inner + 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for guard in (address, address + page + inner):
+        assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+    view = torch.frombuffer(memory, dtype=torch.int16)
+    try:
+        yield view[page // 2 :][: size // 2], view[(page + inner - size) // 2 :][: size // 2]
+    finally:
+        for guard in (address, address + page + inner):
+            libc.mprotect(ctypes.c_void_p(guard), page, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
