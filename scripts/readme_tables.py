@@ -63,6 +63,23 @@ def serve_line() -> str:
     )
 
 
+def cpu_line() -> str:
+    """One linear on the CPU beside torch's 16-bit one, how near logits are to exllamav3's, and memory."""
+    results = load("cpu/cpu_linear.json")
+    rows = [row for row in results["rows"] if row.get("in") == 4096 and row.get("out") == 14336 and "us" in row]
+    peer = {row["m"]: row["us"] for row in rows if row["kernel"] == "torch_bf16"}
+    ours = {row["m"]: row["us"] for row in rows if (row.get("bits"), row.get("codebook")) == (4, "mul1")}
+    speed = ", ".join(f"{peer[tokens] / ours[tokens]:.1f} at {tokens}" for tokens in (1, 16, 128))
+    logits = [row["error"] for row in load("cpu/golden.json")["rows"] if row["subject"] == "logits"]
+    memory = [row["peak_over_pack"] for row in load("cpu/memory.json")["rows"] if row["subject"] == "load"]
+    return _wrapped(
+        f"On two cores of an {results['meta']['cpu']}, a 4096 × 14336 linear at 4 bits has this speed relative to "
+        f"torch's bf16 one: {speed} tokens (`cpu_linear.json`). Logits of the {len(logits)} dense packs made by "
+        f"exllamav3 differ from its own by {min(logits):.1e} to {max(logits):.1e} relative (`golden.json`). Loading "
+        f"takes at most {max(memory):.2f} times the pack in memory (`memory.json`; all in `benchmarks/results/cpu/`)."
+    )
+
+
 def demo_line() -> str:
     """What the demo recorded."""
     results = load("cpu/demo.json")
@@ -85,7 +102,7 @@ def page() -> str:
     _, _, after = rest.partition(END)
     if not after:
         raise SystemExit(f"README.md lacks the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{gpu_table()}\n{serve_line()}\n{demo_line()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{gpu_table()}\n{serve_line()}\n{cpu_line()}\n{demo_line()}\n{END}{after}"
 
 
 def main() -> int:
