@@ -14,7 +14,7 @@ VLLM_READY := $(VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 BUILD_READY := $(VENV)/.build-requirements
 PROJECT_READY := $(VENV)/.project
 
-SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc -type f -not -name "*.pyc" -not -name "*.so")
+SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_support -type f -not -name "*.pyc" -not -name "*.so")
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:

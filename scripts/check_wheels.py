@@ -47,7 +47,9 @@ def faults(wheel: Path, *, native: bool) -> list[str]:
 def main() -> int:
     """Build and check both; the exit status is the number of faults."""
     found = []
-    for native, environment in ((True, {}), (False, {"VLLM_EXL3_NO_NATIVE": "1"})):
+    # An empty PATH is a machine without compilers.
+    machines = ((True, {}), (False, {"VLLM_EXL3_NO_NATIVE": "1"}), (False, {"PATH": "", "CXX": ""}))
+    for native, environment in machines:
         with tempfile.TemporaryDirectory() as folder:
             wheel = build(Path(folder), environment)
             found += faults(wheel, native=native)

@@ -1,11 +1,14 @@
 // The kernels for AVX2 with FMA and F16C.
-#include "simd_avx2.h"
+#include "decode_avx2.h"
+#include "windows_avx2.h"
 
 #include "linear_kernels.h"
 #include "viterbi_kernels.h"
 
 namespace exl3 {
 
-const Kernels kernels_avx2 = {"avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi};
+const Kernels kernels_avx2 = {
+    "avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi,
+};
 
 }  // namespace exl3

@@ -7,6 +7,8 @@
 
 namespace exl3 {
 
-const Kernels kernels_avx512 = {"avx512", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi};
+const Kernels kernels_avx512 = {
+    "avx512", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi,
+};
 
 }  // namespace exl3

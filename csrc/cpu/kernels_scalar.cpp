@@ -6,6 +6,8 @@
 
 namespace exl3 {
 
-const Kernels kernels_scalar = {"scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi};
+const Kernels kernels_scalar = {
+    "scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi,
+};
 
 }  // namespace exl3

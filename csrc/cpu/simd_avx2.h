@@ -98,7 +98,8 @@ inline I dot(I acc, I w, I a) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w
 
 // Four pairs of activations, each for the two columns of a lane.
 inline I load_rows(const int16_t* a) {
-    return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(load_words(a)), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+    const I order = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+    return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(load_words(a)), order);
 }
 
 inline I splat_pair(const int16_t* a) {
@@ -124,103 +125,6 @@ inline I add_rows(const I (&z)[4]) {
 }
 
 inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
-
-// Each lane fetches the dword its window ends in and the one before, and shifts the two together.
-struct Windows {
-    struct Bits {
-        I here, before;
-        int odd;
-    };
-    I from[2][4], right[2][4], left[2][4];
-    I kept, kept_before;
-    int half_bits;
-
-    explicit Windows(int half_bits) : half_bits(half_bits) {
-        // Four lanes take 16·half_bits bits, so groups of an odd rate start in mid-dword every other time.
-        for (int odd = 0; odd < 2; odd++) {
-            for (int j = 0; j < 4; j++) {
-                int32_t dword[8], shift[8], rest[8];
-                for (int i = 0; i < 8; i++) {
-                    const int end = window_end(half_bits, i / 2 * 8 + j + 4 * (i % 2)) + 16 * odd;
-                    dword[i] = (end - 1) / 32;
-                    shift[i] = 32 * (dword[i] + 1) - end;
-                    rest[i] = 32 - shift[i];
-                }
-                from[odd][j] = ::load(dword);
-                right[odd][j] = ::load(shift);
-                left[odd][j] = ::load(rest);
-            }
-        }
-        // Masks keep the loads inside the tile, which may be the last of its memory.
-        int32_t mask[8];
-        for (int i = 0; i < 8; i++) mask[i] = i < (half_bits + 1) / 2 ? -1 : 0;
-        kept = ::load(mask);
-        mask[0] = 0;
-        kept_before = ::load(mask);
-    }
-
-    Bits load(const uint32_t* tile, int group) const {
-        const int first = group * half_bits / 2;
-        const int* dwords = reinterpret_cast<const int*>(tile) + first;
-        const I here = _mm256_maskload_epi32(dwords, kept);
-        const int before = dwords[first ? -1 : tile_dwords(half_bits) - 1];
-        const I shifted = _mm256_maskload_epi32(dwords - 1, kept_before);
-        return {here, _mm256_blend_epi32(shifted, splat(before), 1), group * half_bits % 2};
-    }
-
-    template <int J>
-    I get(const Bits& b) const {
-        const I order = from[b.odd][J];
-        const I low = _mm256_srlv_epi32(_mm256_permutevar8x32_epi32(b.here, order), right[b.odd][J]);
-        const I high = _mm256_sllv_epi32(_mm256_permutevar8x32_epi32(b.before, order), left[b.odd][J]);
-        return _mm256_and_si256(_mm256_or_si256(low, high), splat(0xffff));
-    }
-};
-template <class Function>
-void with_windows(int, Function&& function) {
-    function(Kind<Windows>{});
-}
-
-// Each lane's two int16 halves of a and of b summed: a's sum in the low half, b's in the high.
-inline I add_halves(I a, I b) {
-    const I straight = _mm256_blend_epi16(a, b, 0xaa);
-    const I crossed = _mm256_or_si256(_mm256_srli_epi32(a, 16), _mm256_slli_epi32(b, 16));
-    return _mm256_add_epi16(straight, crossed);
-}
-
-template <int CODEBOOK>
-struct Decoder {
-    static_assert(CODEBOOK == INST3 || CODEBOOK == MCG, "mul1 has its own form");
-
-    static I hash(I state) {
-        if (CODEBOOK == MCG) return _mm256_mullo_epi32(state, splat(int(MCG_MULTIPLIER)));
-        return add(_mm256_mullo_epi32(state, splat(int(INST3_MULTIPLIER))), splat(int(INST3_ADDEND)));
-    }
-
-    // Both fp16 halves as integers in units of 2^-13: mantissa with its leading one, times 2^e, signed.
-    static I fixed(I x) {
-        const I powers = _mm256_broadcastsi128_si256(_mm_setr_epi8(4, 8, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-        const I mantissa = _mm256_xor_si256(_mm256_and_si256(x, splat(0x03ff03ff)), splat(0x07600760));
-        const I exponent = _mm256_and_si256(_mm256_srli_epi16(x, 10), splat(0x00030003));
-        // The upper byte of each word asks for zero.
-        const I factor = _mm256_shuffle_epi8(powers, _mm256_or_si256(exponent, splat(int(0x80008000))));
-        return _mm256_sign_epi16(_mm256_mullo_epi16(mantissa, factor), _mm256_or_si256(x, splat(0x00010001)));
-    }
-
-    I pair(I first, I second) const {
-        const I sum = add_halves(fixed(hash(first)), fixed(hash(second)));
-        return _mm256_mulhrs_epi16(sum, splat(0x40004000));  // halved, rounding up
-    }
-};
-
-template <>
-struct Decoder<MUL1> {
-    static I sums(I state) {
-        return _mm256_maddubs_epi16(_mm256_mullo_epi32(state, splat(int(MUL1_MULTIPLIER))), splat(0x01010101));
-    }
-
-    I pair(I first, I second) const { return add_halves(sums(first), sums(second)); }
-};
 
 // ---- vectors of 16 words, for the encoder
 
