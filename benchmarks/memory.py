@@ -148,7 +148,9 @@ def main() -> None:
             rows.append(in_a_fresh_process(scratch, shape, count))
             print(f"{shape[0]}x{shape[1]}, {count} rows: scratch {rows[-1]['scratch_bytes'] / 2**20:.1f} MiB")
     if arguments.write:
-        write_results(RESULTS, rows, machine="cpu", command=f"python benchmarks/memory.py {' '.join(sys.argv[1:])}")
+        packs = " ".join(pack.name for pack in arguments.packs)
+        command = f"python benchmarks/memory.py {packs} --generate-gib {arguments.generate_gib:g} --write"
+        write_results(RESULTS, rows, machine="cpu", command=command)
 
 
 def generate(folder: Path, gibibytes: float) -> Path:
