@@ -1,11 +1,15 @@
 """Shared by all tests; its presence also puts this folder on the import path, for helpers such as `tiny_pack`."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 DATA = Path(__file__).parent / "data"
 GOLDEN_PACKS = sorted(path.name for path in (DATA / "packs").iterdir())
+
+# A shell that starts the tests in the background lets them, and whatever they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=GOLDEN_PACKS)

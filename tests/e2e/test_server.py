@@ -98,11 +98,15 @@ def test_a_signal_to_the_parent_ends_the_whole_tree(tmp_path: Path, number: sign
     log = tmp_path / "log"
     obedient = TREE.replace("signal.SIG_IGN", "signal.SIG_DFL")
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(log), obedient], stdout=subprocess.PIPE)
-    assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
-    started = pids(log)
-    parent.send_signal(number)
-    assert parent.wait(30) != 0
-    assert not any(running(pid) for pid in started)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        started = pids(log)
+        parent.send_signal(number)
+        assert parent.wait(30) != 0
+        assert not any(running(pid) for pid in started)
+    finally:
+        parent.terminate()
+        parent.wait(30)
 
 
 def test_health_is_waited_for(tmp_path: Path) -> None:
