@@ -104,7 +104,7 @@ def test_the_verdict(tmp_path: Path, recorded: float | None, found: float, failu
 def test_recording_then_comparing_passes(tmp_path: Path) -> None:
     file = tmp_path / "results" / "demo.json"
     record = run.Settings(tmp_path, None, None, file, record=True)
-    assert run.judge(0.031, [ANSWER], IDENTITY, record, quiet()) == []
+    assert run.judge(0.031, [Answer("A short one.", 1, 0.1, None), ANSWER], IDENTITY, record, quiet()) == []
     written = json.loads(file.read_text())
     assert written["rows"] == [{"kernel": "native", **IDENTITY, "kl": 0.031, "tokens_per_second": 20.0}]
     assert {"machine", "gpu", "driver", "versions", "commit", "date", "command"} <= written["meta"].keys()
