@@ -11,13 +11,9 @@ more weight copies than the L2 holds; the median of several replays.
 """
 
 import argparse
-import datetime
 import importlib.util
-import json
 import math
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +26,7 @@ from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
 from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.results import write_results
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
 
@@ -138,28 +135,6 @@ def every_form(codebook: int, rows: int) -> list[Form]:
     return [form for form in WIDE if form.tile_rows < 2 * rows and rows <= form.tile_rows]
 
 
-def meta() -> dict[str, object]:
-    """What the numbers were measured on."""
-    properties = torch.cuda.get_device_properties(0)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    return {
-        "machine": "h200",
-        "gpu": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "driver": driver,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-    }
-
-
 def _shape(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     return int(width), int(height)
@@ -191,8 +166,9 @@ def main() -> int:
     if arguments.peer:
         rows += measure_peer(arguments)
     if arguments.out and rows:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"meta": meta(), "rows": rows}, indent=1) + "\n")
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        facts = {"multiprocessors": multiprocessors, "cuda": torch.version.cuda}
+        write_results(arguments.out, rows, machine="h200", command=" ".join(sys.argv), facts=facts)
     return 0 if good else 1
 
 

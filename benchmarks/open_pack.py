@@ -7,18 +7,16 @@ disk space), then opens it in fresh processes. Target: 300,000 tensors in 3 s an
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
+
+from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results/cpu/load.json"
 COMMAND = "python benchmarks/open_pack.py --write"
@@ -177,34 +175,8 @@ def main() -> None:
         memory = f", {row['rss_bytes'] / 2**20:.0f} MiB" if "rss_bytes" in row else ""
         print(f"{row['kernel']:>10}  {row['tensors']} tensors, {row['files']} files: {row['us'] / 1e6:.3f} s{memory}")
     if arguments.write:
-        write_results(rows)
-
-
-def write_results(rows: list[dict]) -> None:
-    """Put the rows into the results file, in place of earlier ones of the same steps."""
-    steps = {row["kernel"] for row in rows}
-    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    meta = {
-        "machine": "cpu",
-        "gpu": None,
-        "driver": None,
-        "versions": {"python": platform.python_version(), "numpy": version("numpy")},
-        "cpu": _cpu_name(),
-        "threads": os.cpu_count(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": COMMAND,
-    }
-    rows = [row for row in kept if row["kernel"] not in steps] + rows
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    with open("/proc/cpuinfo") as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+        steps = {row["kernel"] for row in rows}
+        write_results(RESULTS, rows, machine="cpu", command=COMMAND, replaces=lambda row: row["kernel"] in steps)
 
 
 if __name__ == "__main__":

