@@ -259,8 +259,12 @@ def _ngram_table(key: str, numbered: Mapping[int, StoredTensor], parts: Parts) -
     _expect_dtype(head_bias, "F16")
     for shard in shards:
         _expect_dtype(shard, "I16")
-        if shard.shape[1] != shards[0].shape[1]:
-            raise _shape(shard, f"{shards[0].shape[1]} words a row as in {shards[0].name}")
+        rows, words = shards[0].shape
+        if shard.shape[1] != words:
+            raise _shape(shard, f"{words} words a row as in {shards[0].name}")
+        # A row's shard is its number divided by the rows of a shard, so only the last may be short.
+        if shard.shape[0] > rows or (shard.shape[0] < rows and shard is not shards[-1]):
+            raise _shape(shard, f"{rows} rows as in {shards[0].name}, fewer in the last shard only")
     bits = _ring_bits(shards[0], shards[0].shape[1], 1, RING_NGRAM)
     extra = {leaf: parts[leaf] for leaf in NGRAM_EXTRA if leaf in parts}
     return StoredNgramTable(key, bits, sum(shard.shape[0] for shard in shards), shards, head_bias, extra)
