@@ -4,12 +4,28 @@ All are called ``VLLM_EXL3_*``. A value that does not parse is an error naming t
 value and what it takes: a typo must not silently change how a model is served.
 """
 
+import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["CACHE", "CPU_ISA", "LINEAR_KERNEL", "MOE_KERNEL", "VARIABLES", "Variable", "validate"]
+__all__ = [
+    "CACHE",
+    "CPU_ISA",
+    "EMBEDDING_KERNEL",
+    "LINEAR_KERNEL",
+    "MOE_KERNEL",
+    "NGRAM_CACHE_MIB",
+    "NGRAM_KERNEL",
+    "NGRAM_TABLE",
+    "VARIABLES",
+    "Variable",
+    "validate",
+]
+
+logger = logging.getLogger("vllm.exl3")
 
 T = TypeVar("T")
 
@@ -76,6 +92,54 @@ MOE_KERNEL = Variable(
     "reference is plain PyTorch.",
 )
 
+
+def _ngram_kernel(text: str) -> str:
+    """Kernels by the names that earlier plugins used as well."""
+    name = _choice("auto", "native", "torch", "exllamav3", "ext")(text)
+    if name == "ext":
+        name = "exllamav3" if importlib.util.find_spec("exllamav3") else "native"
+        logger.info("VLLM_EXL3_NGRAM_KERNEL=ext means %s here", name)
+    return "reference" if name == "torch" else name
+
+
+def _mebibytes(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("expected a number of MiB, 0 or more")
+    return int(text)
+
+
+EMBEDDING_KERNEL = Variable(
+    "VLLM_EXL3_EMBEDDING_KERNEL",
+    "auto",
+    _choice("auto", "native", "reference"),
+    "Which kernels decode quantized token embeddings: auto takes the fastest that runs here; native are this "
+    "package's, reference is plain PyTorch.",
+)
+
+NGRAM_KERNEL = Variable(
+    "VLLM_EXL3_NGRAM_KERNEL",
+    "auto",
+    _ngram_kernel,
+    "Which kernels decode rows of n-gram tables: auto takes the fastest that runs here; native are this package's, "
+    "torch is plain PyTorch, exllamav3 that package's where it is installed beside a GPU, ext is another name for "
+    "exllamav3 where it is installed, else for native.",
+)
+
+NGRAM_TABLE = Variable(
+    "VLLM_EXL3_NGRAM_TABLE",
+    "auto",
+    _choice("auto", "resident", "pinned", "disk"),
+    "Where n-gram tables lie: resident on the device, pinned in host memory that the GPU reads, or on disk, which "
+    "needs --compilation-config without full CUDA graphs; auto takes resident if the model fits so, else pinned.",
+)
+
+NGRAM_CACHE_MIB = Variable(
+    "VLLM_EXL3_NGRAM_CACHE_MIB",
+    "256",
+    _mebibytes,
+    "Host memory in MiB for rows of an n-gram table on disk that were read before; 0 keeps none.",
+)
+
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
@@ -92,7 +156,16 @@ CACHE = Variable(
     aliases=("VLLM_QUANTPACK_CACHE",),
 )
 
-VARIABLES: tuple[Variable[object], ...] = (LINEAR_KERNEL, MOE_KERNEL, CPU_ISA, CACHE)  # type: ignore[assignment]
+VARIABLES: tuple[Variable[object], ...] = (
+    LINEAR_KERNEL,  # type: ignore[assignment]
+    MOE_KERNEL,
+    EMBEDDING_KERNEL,
+    NGRAM_KERNEL,
+    NGRAM_TABLE,
+    NGRAM_CACHE_MIB,
+    CPU_ISA,
+    CACHE,
+)
 """All of them, for the doctor and the documentation."""
 
 

@@ -22,7 +22,7 @@ _MODULES = {
 }
 """Modules that register backends for a device type; imported at the first `select` for it."""
 
-_VARIABLES = {"moe": env.MOE_KERNEL}
+_VARIABLES = {"moe": env.MOE_KERNEL, "embedding": env.EMBEDDING_KERNEL, "ngram": env.NGRAM_KERNEL}
 """Which environment variable chooses an op's backend, where it is not that of the linears."""
 
 
