@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_exl3.ops import embedding as module
+from vllm_exl3.ops.rings import ring_states
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.codec import decode_embedding, unpack_rings
 from vllm_exl3.pack.scaled_rows import dequantize_rows, quantize_rows
@@ -50,7 +51,7 @@ def test_states_are_the_specification_s(bits: int) -> None:
     table, _ = random_rings(40, 512, bits)
     words = table.reshape(40, 2, -1)
     states, _ = unpack_rings(words, bits, 256)
-    assert np.array_equal(module._states(torch.from_numpy(words[..., 1:]), bits).numpy(), states)
+    assert np.array_equal(ring_states(torch.from_numpy(words[..., 1:]), bits, 256).numpy(), states)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

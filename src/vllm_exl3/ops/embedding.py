@@ -7,21 +7,16 @@ scale a row, uint8 holds int4 in groups of 128 columns. Sources: the EXL3 format
 1.6.5; docs/format-embeddings.md for the integer tables.
 """
 
-from functools import lru_cache
-
 import torch
 
 from vllm_exl3.ops import backends
-from vllm_exl3.ops.trellis import decode_states
+from vllm_exl3.ops.rings import ring_values
 from vllm_exl3.pack.assemble import RING_GROUP, SCALE_GROUP
-from vllm_exl3.pack.stored import TILE, Codebook
 
 __all__ = ["embedding", "embedding_reference", "row_chunk"]
 
 _DECODED_AT_ONCE = 1 << 20
 """Values decoded at a time, so that scratch does not grow with the prompt."""
-
-_STATE_BITS = 16
 
 _library = torch.library.Library("vllm_exl3", "FRAGMENT")
 _library.define("embedding(Tensor ids, Tensor table, Tensor scales, int width, ScalarType dtype) -> Tensor")
@@ -30,7 +25,7 @@ _library.define("embedding(Tensor ids, Tensor table, Tensor scales, int width, S
 def embedding(
     ids: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, width: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Gather and decode rows.
+    """Gather and decode rows, with the fastest backend for the device.
 
     Args:
         ids: integer, any shape; each from 0 to rows - 1.
@@ -43,9 +38,10 @@ def embedding(
     Returns:
         ``[*ids.shape, width]``. A row code is rounded to float16 first, as the format defines it.
     """
-    # There is one implementation so far, so no choice that an environment variable could make.
-    backends.count_call("embedding", "reference", "VocabParallelEmbedding")
-    return embedding_reference(ids, table, scales, width, dtype)
+    backend = backends.select("embedding", table.device.type, embedding_reference).backend
+    backends.count_call("embedding", backend.name, "VocabParallelEmbedding")
+    rows: torch.Tensor = backend.function(ids, table, scales, width, dtype)
+    return rows
 
 
 def embedding_reference(
@@ -77,38 +73,8 @@ def _decode_integers(ids: torch.Tensor, table: torch.Tensor, scales: torch.Tenso
 def _decode_rings(ids: torch.Tensor, table: torch.Tensor, signs: torch.Tensor, width: int) -> torch.Tensor:
     groups = signs.shape[0]
     rings = table.index_select(0, ids).view(-1, groups, table.shape[1] // groups)
-    scale = rings[..., :1].contiguous().view(torch.float16).float()
-    bits = (rings.shape[-1] - 1) * TILE // RING_GROUP
-    values = _codebook(table.device).index_select(0, _states(rings[..., 1:], bits).flatten())
-    values = values.view(*rings.shape[:2], RING_GROUP) * scale
-    rotated = _hadamard(values) * signs.float()
+    rotated = _hadamard(ring_values(rings, RING_GROUP)) * signs.float()
     return rotated.flatten(1)[:, :width].half()
-
-
-def _states(code: torch.Tensor, bits: int) -> torch.Tensor:
-    """16-bit states of rings: int16 ``[…, 16·K]``, lowest bit first, to int32 ``[…, 256]``."""
-    words = code.to(torch.int32) & 0xFFFF
-    first, shift = _symbol_places(bits, code.device)
-    # A symbol of up to 8 bits may reach into the next word; the last one ends with the last word.
-    pairs = words | (words.roll(-1, dims=-1) << _STATE_BITS)
-    symbols = (pairs[..., first] >> shift) & ((1 << bits) - 1)
-    states = symbols
-    for back in range(1, -(-_STATE_BITS // bits)):
-        states = states | (symbols.roll(back, dims=-1) << (back * bits))
-    return states & 0xFFFF
-
-
-@lru_cache(maxsize=64)
-def _symbol_places(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every symbol of a ring: the word it begins in, and how far to shift that word right."""
-    start = torch.arange(RING_GROUP, device=device) * bits
-    return start // _STATE_BITS, (start % _STATE_BITS).to(torch.int32)
-
-
-@lru_cache(maxsize=16)
-def _codebook(device: torch.device) -> torch.Tensor:
-    """The mul1 value of every state, float32 ``[65536]``; row codes know no other codebook."""
-    return decode_states(torch.arange(1 << _STATE_BITS, device="cpu"), Codebook.MUL1).float().to(device)
 
 
 def _hadamard(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""The n-gram op: rows of an n-gram (PLE) table, decoded as they are gathered, their head's bias added.
+
+``torch.ops.vllm.exl3_ngram_lookup_out(ids, out, layer_name)``
+
+The op takes its table by the layer's name, since it may be on no device at all (`ngram_tables`). Its own name is the
+one that published command lines give to ``splitting_ops``. Source: the EXL3 format as written by exllamav3 1.6.5.
+"""
+
+import threading
+from typing import Protocol
+
+import torch
+
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.rings import ring_values
+from vllm_exl3.pack.assemble import RING_NGRAM
+
+__all__ = ["LOOKUP_OP", "Lookup", "NgramTable", "ngram_reference", "ngram_rows", "register_table"]
+
+LOOKUP_OP = "vllm::exl3_ngram_lookup_out"
+
+_DECODED_ROWS = 1 << 13
+"""Rows decoded at a time, so that scratch does not grow with the prompt."""
+
+_library = torch.library.Library("vllm", "FRAGMENT")
+_library.define("exl3_ngram_lookup_out(Tensor ids, Tensor(a!) out, str layer_name) -> ()")
+
+
+class Lookup(Protocol):
+    """A table's look-up: writes rows ``ids`` to ``out`` ``[*ids.shape, 160]``."""
+
+    def __call__(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the rows."""
+
+
+class NgramTable:
+    """What decoding needs beside the rows.
+
+    Args:
+        bias: float16 ``[heads, 160]``.
+        offsets: int64 ``[heads]``, the first row of each head.
+        first_row: the table's row that id 0 stands for: this rank's share begins there.
+    """
+
+    def __init__(self, bias: torch.Tensor, offsets: torch.Tensor, first_row: int) -> None:
+        self.bias, self.offsets, self.first_row = bias, offsets, first_row
+
+
+_tables: dict[str, Lookup] = {}
+_lock = threading.Lock()
+
+
+def register_table(layer_name: str, lookup: Lookup) -> None:
+    """Let the op find a layer's table; a later engine of this process replaces an earlier one's."""
+    with _lock:
+        _tables[layer_name] = lookup
+
+
+def _lookup_out(ids: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
+    _tables[layer_name](ids, out)
+
+
+def ngram_rows(
+    ids: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor, table: NgramTable, out: torch.Tensor
+) -> None:
+    """Decode rows, with the fastest backend for the device.
+
+    Args:
+        ids: int64, any shape, counted from ``table.first_row``: they tell the heads.
+        index: int64 of that shape: where in ``rows`` each id lies; None where that is the id.
+        rows: int16 ``[n, 1 + 10·K]``, on the device or in host memory that it can read.
+        table: heads and biases, on the device.
+        out: ``[*ids.shape, 160]`` float16, bfloat16 or float32, contiguous, which is written. Values are rounded to
+            float16 first, as the format defines them.
+    """
+    backend = backends.select("ngram", ids.device.type, ngram_reference).backend
+    backends.count_call("ngram", backend.name, "NgramEmbedding")
+    backend.function(ids, index, rows, table, out)
+
+
+def ngram_reference(
+    ids: torch.Tensor, index: torch.Tensor | None, rows: torch.Tensor, table: NgramTable, out: torch.Tensor
+) -> None:
+    """The op in plain PyTorch, a bounded number of rows at a time."""
+    flat, target = ids.reshape(-1), out.view(-1, RING_NGRAM)
+    places = flat if index is None else index.reshape(-1)
+    for start in range(0, len(flat), _DECODED_ROWS):
+        part = slice(start, start + _DECODED_ROWS)
+        rings = rows.index_select(0, places[part].to(rows.device)).to(ids.device)
+        head = torch.searchsorted(table.offsets, flat[part] + table.first_row, right=True) - 1
+        values = ring_values(rings, RING_NGRAM) + table.bias.index_select(0, head).float()
+        target[part] = values.half().to(out.dtype)
+
+
+@torch.library.register_fake(LOOKUP_OP, lib=_library)
+def _lookup_fake(ids: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
+    return None
+
+
+# Autograd and Dynamo never look inside, as with the linears.
+_library.impl("exl3_ngram_lookup_out", _lookup_out, "CompositeExplicitAutograd")
