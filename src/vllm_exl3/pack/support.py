@@ -10,8 +10,6 @@ __all__ = ["unserved"]
 
 def unserved(pack: Pack) -> Iterator[Exl3PackError]:
     """Parts of a sound pack that this version cannot serve."""
-    for key, ngram in pack.ngram_tables.items():
-        yield _refusal(pack, f"a row-coded {ngram.bits}-bit n-gram table at {key}", "n-gram tables")
     for key in [key for key in pack.linears if ".slice." in key][:1]:
         yield _refusal(pack, f"an MLP stored in slices ({key})", "sliced MLPs")
 

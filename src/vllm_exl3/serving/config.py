@@ -27,15 +27,18 @@ from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.metadata import architectures
 from vllm_exl3.pack.names import NameResolver, Part, Resolution
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
-from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
+from vllm_exl3.pack.stored import StoredNgramTable, StoredRowTable, StoredScaledTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table, TiedHeadMethod
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.models import qwen4_exp
 from vllm_exl3.serving.moe import Exl3MoEMethod
+from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.report import Report
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
 from vllm_exl3.serving.unloaded import watched
@@ -173,6 +176,9 @@ class Exl3Config(QuantizationConfig):
             if self.source is None:
                 raise RuntimeError("Exl3Config: maybe_update_config has not named the pack yet")
             self._pack = Pack.open(self.source, self.revision)
+            # Before this process builds a layer, each of which asks for the pack.
+            if any(map(qwen4_exp.is_qwen4_exp, architectures(self._pack.config))):
+                qwen4_exp.install()
         return self._pack
 
     def resolve(self, prefix: str) -> Resolution | None:
@@ -206,6 +212,14 @@ class Exl3Config(QuantizationConfig):
         if isinstance(layer, LinearBase):
             return self._linear_method(layer, prefix)
         return None
+
+    def ngram_method(self, prefix: str) -> NgramEmbeddingMethod | None:
+        """The method of an n-gram embedding, or None where its table is not EXL3."""
+        stored = self._names().resolve_embedding(prefix)
+        if not isinstance(stored, StoredNgramTable):
+            return None
+        self._claimed.add(stored.key)
+        return NgramEmbeddingMethod(self, prefix, stored)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
         """Checkpoint names that differ from parameter names. vLLM asks once the model is built."""
@@ -247,11 +261,15 @@ class Exl3Config(QuantizationConfig):
             self._check_embeddings_claimed(elsewhere)
 
     def _check_embeddings_claimed(self, elsewhere: OtherStages) -> None:
-        for key, table in self.pack.embeddings.items():
+        for key, table in (*self.pack.embeddings.items(), *self.pack.ngram_tables.items()):
             if key not in self._claimed and elsewhere.reason(key) is None:
+                ngram = isinstance(table, StoredNgramTable)
                 raise Exl3PackError(
-                    found=f"a quantized embedding of {table.rows} rows that no layer of the model asks for",
-                    expected="a VocabParallelEmbedding of that vocabulary and the table's width",
+                    found=f"{'an n-gram table' if ngram else 'a quantized embedding'} of {table.rows} rows that no "
+                    "layer of the model asks for",
+                    expected="a Qwen4Exp model, whose n-gram embeddings are known"
+                    if ngram
+                    else "a VocabParallelEmbedding of that vocabulary and the table's width",
                     where=f"{key} in {self.pack.source}",
                     remedy="vLLM's class for this model builds its embedding in another way: use a pack whose "
                     "embedding is in 16 bits.",

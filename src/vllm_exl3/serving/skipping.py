@@ -1,4 +1,5 @@
-"""What this process leaves out on purpose: tensors under the rules that `inspect` shows, other pipeline stages."""
+"""What this process leaves out on purpose: tensors under the rules that `inspect` shows, n-gram tables, which are read
+past vLLM's weights, and other pipeline stages."""
 
 from collections.abc import Set
 
@@ -29,10 +30,18 @@ class SkippedTensors:
         self._skipper = Skipper(pack)
         self._draft = is_draft(pack, claimed)
         self._known = pack.tensors.keys()
+        self._ngram = pack.ngram_tables.keys()
 
     def search(self, name: str) -> bool:
         """Whether this stored tensor is skipped; names that a model class has already changed are not."""
-        return name in self._known and self._skipper.rule_for_tensor(name, draft=self._draft) is not None
+        if name not in self._known:
+            return False
+        return self._reads_itself(name) or self._skipper.rule_for_tensor(name, draft=self._draft) is not None
+
+    def _reads_itself(self, name: str) -> bool:
+        """Whether this is of an n-gram table, which its layer reads from the files."""
+        key = name.rpartition(".")[0]
+        return key in self._ngram or key.rpartition(".shard_")[0] in self._ngram
 
 
 class OtherStages:
