@@ -18,7 +18,7 @@ __all__ = ["Backend", "Choice", "calls", "count_call", "find", "register_backend
 
 _MODULES = {
     "cpu": ("vllm_exl3.cpu.backend", "vllm_exl3.cpu.moe"),
-    "cuda": ("vllm_exl3.cuda.backend",),
+    "cuda": ("vllm_exl3.cuda.backend", "vllm_exl3.cuda.embedding"),
 }
 """Modules that register backends for a device type; imported at the first `select` for it."""
 
