@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "parallel.h"
 #include "rings.h"
+#include "rows.h"
 
 namespace {
 
@@ -107,14 +108,16 @@ int exl3_decode_rings(const uint16_t* rings, int64_t count, int width, int bits,
     });
 }
 
-int exl3_embed(const uint16_t* rings, int64_t rows, int groups, int bits, const uint16_t* signs, const int64_t* ids,
-               int64_t count, int64_t hidden, int dtype, void* out, int64_t stride, int threads) {
-    if (bits < 1 || bits > 8 || groups < 1 || hidden > int64_t(groups) * 256) return BAD_ROWS;
-    if (!known_dtype(dtype)) return BAD_DTYPE;
-    for (int64_t i = 0; i < count; i++) {
-        if (ids[i] < 0 || ids[i] >= rows) return BAD_ID;
+int exl3_gather_rows(const exl3_row_call* call) {
+    const bool rings = call->kind == exl3::CODED_ROWS || call->kind == exl3::NGRAM_ROWS;
+    if (call->kind < exl3::INT8_ROWS || call->kind > exl3::NGRAM_ROWS || call->groups < 1) return BAD_ROWS;
+    if (rings && (call->bits < 1 || call->bits > 8)) return BAD_ROWS;
+    if (call->kind == exl3::CODED_ROWS && call->width > call->groups * exl3::CODED_WIDTH) return BAD_ROWS;
+    if (call->kind == exl3::NGRAM_ROWS && call->width != exl3::NGRAM_WIDTH) return BAD_ROWS;
+    if (!known_dtype(call->dtype) || (!rings && !known_dtype(call->scale_dtype))) return BAD_DTYPE;
+    const int64_t* places = call->index ? call->index : call->ids;
+    for (int64_t i = 0; i < call->count; i++) {
+        if (places[i] < 0 || places[i] >= call->rows) return BAD_ID;
     }
-    return guarded([&] {
-        exl3::embed({rings, signs, groups, bits}, ids, count, hidden, dtype, out, stride, threads);
-    });
+    return guarded([&] { exl3::gather_rows(*call); });
 }

@@ -13,7 +13,7 @@
 #endif
 
 // Raised whenever a function or a structure changes; the Python side refuses another number.
-#define EXL3_ABI_VERSION 1
+#define EXL3_ABI_VERSION 2
 
 // One trellis of a fused layer (vllm_exl3.ops.shards.Shard). Shards lie back to back in the flat
 // trellis (16·K int16 a tile), suh and svh.
@@ -62,8 +62,17 @@ EXL3_API int exl3_encode(const float* weights, int64_t stride, int64_t rows, int
 // Decodes rings of the row codec, back to back, to [count][width] floats: mul1(state) · scale.
 EXL3_API int exl3_decode_rings(const uint16_t* rings, int64_t count, int width, int bits, float* out, int threads);
 
-// Rows of a quantized embedding: `rings` [rows][groups][1 + 16·bits], `signs` fp16 [groups][256], `out`
-// [count][stride], of which `hidden` columns are written.
-EXL3_API int exl3_embed(const uint16_t* rings, int64_t rows, int groups, int bits, const uint16_t* signs,
-                        const int64_t* ids, int64_t count, int64_t hidden, int dtype, void* out, int64_t stride,
-                        int threads);
+// Rows of a quantized table. Kinds: 0 int8, 1 int4, 2 EXL3 row code, 3 n-gram rows.
+struct exl3_row_call {
+    const void* table;       // [rows] of `width` bytes; ceil(width / 2) bytes; `groups` rings of 256; one ring of 160
+    const void* scales;      // [rows][groups]; the same; fp16 signs [groups][256]; fp16 biases [groups][160]
+    const int64_t* ids;      // [count]
+    const int64_t* index;    // [count], where in the table an n-gram row lies; null where that is its id
+    const int64_t* offsets;  // n-gram rows: the first row of each head, [groups]
+    void* out;               // [count][width]
+    int64_t count, rows, width, groups;
+    int64_t first_row;  // n-gram rows: the row that id 0 stands for
+    int32_t kind, bits, scale_dtype, dtype, threads;
+};
+
+EXL3_API int exl3_gather_rows(const exl3_row_call* call);

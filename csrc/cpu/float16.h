@@ -43,9 +43,9 @@ inline uint16_t float_to_half(float value) {
 inline float bfloat_to_float(uint16_t value) { return bits_float(uint32_t(value) << 16); }
 
 inline uint16_t float_to_bfloat(float value) {
-    const uint32_t bits = float_bits(value);
-    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    // Both results are computed, so that loops over this become vector code.
+    const uint32_t bits = float_bits(value), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
 }
 
 }  // namespace

@@ -165,31 +165,3 @@ def test_rings_decode_as_in_the_specification(bits: int, width: int) -> None:
     states, scale = codec.unpack_rings(rings.view(np.int16), bits, width)
     table = codec.codebook_table(codec.Codebook.MUL1).astype(np.float32)
     np.testing.assert_array_equal(out, table[states] * scale.astype(np.float32).reshape(7, 1))
-
-
-@needs_library
-@pytest.mark.parametrize("hidden", [256, 576])
-def test_embedding_rows_match_the_specification(hidden: int) -> None:
-    bits, groups, rows = 5, -(-hidden // 256), 11
-    rng = np.random.default_rng(hidden)
-    table = rng.integers(0, 65536, (rows, groups, 1 + 16 * bits), np.uint16)
-    table[..., 0] = rng.uniform(0.01, 2, (rows, groups)).astype(np.float16).view(np.uint16)
-    signs = rng.choice(np.array([-1, 1], np.float16), (groups, 256))
-    ids = np.array([10, 0, 3, 3], np.int64)
-    out = np.full((4, hidden + 3), 7, np.float16)
-
-    def embed(chosen: np.ndarray) -> int:
-        return int(
-            loading.library().exl3_embed(
-                *(table.ctypes.data, rows, groups, bits, signs.ctypes.data, chosen.ctypes.data, len(chosen)),
-                *(hidden, 1, out.ctypes.data, hidden + 3, 2),
-            )
-        )
-
-    loading.check(embed(ids))
-    expected = codec.decode_embedding(table[ids].reshape(4, -1).view(np.int16), signs, bits, hidden)
-    np.testing.assert_allclose(out[:, :hidden].astype(np.float32), expected.astype(np.float32), rtol=1e-3, atol=1e-3)
-    assert (out[:, hidden:] == 7).all()
-    for wrong in ([11], [-1], [0, 1 << 40]):
-        with pytest.raises(RuntimeError, match="outside the table"):
-            loading.check(embed(np.array(wrong, np.int64)))

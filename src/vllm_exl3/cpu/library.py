@@ -12,9 +12,19 @@ from pathlib import Path
 import vllm_exl3.cpu
 from vllm_exl3 import env
 
-__all__ = ["ABI_VERSION", "LinearCall", "ShardStruct", "check", "find_openmp", "library", "unavailable", "use_openmp"]
+__all__ = [
+    "ABI_VERSION",
+    "LinearCall",
+    "RowCall",
+    "ShardStruct",
+    "check",
+    "find_openmp",
+    "library",
+    "unavailable",
+    "use_openmp",
+]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """The ``EXL3_ABI_VERSION`` that this code speaks."""
 
 _NAME = "libvllm_exl3_cpu"
@@ -36,6 +46,16 @@ class LinearCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("shards", "trellis", "suh", "svh", "bias", "x", "y")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "x_stride", "y_stride")),
         *((name, ctypes.c_int32) for name in ("shard_count", "dtype", "bias_dtype", "threads")),
+    )
+
+
+class RowCall(ctypes.Structure):
+    """``exl3_row_call``; pointers as integers, since they come from ``Tensor.data_ptr``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "scales", "ids", "index", "offsets", "out")),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "width", "groups", "first_row")),
+        *((name, ctypes.c_int32) for name in ("kind", "bits", "scale_dtype", "dtype", "threads")),
     )
 
 
@@ -144,7 +164,5 @@ def _declare(loaded: ctypes.CDLL) -> None:
     ]
     loaded.exl3_hadamard.argtypes = [pointer, long, integer]
     loaded.exl3_decode_rings.argtypes = [pointer, long, integer, integer, pointer, integer]
-    loaded.exl3_embed.argtypes = [
-        *(pointer, long, integer, integer, pointer, pointer, long, long, integer, pointer, long, integer)
-    ]
+    loaded.exl3_gather_rows.argtypes = [ctypes.POINTER(RowCall)]
     loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]

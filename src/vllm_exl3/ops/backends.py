@@ -17,7 +17,7 @@ from vllm_exl3 import env
 __all__ = ["Backend", "Choice", "calls", "count_call", "find", "register_backend", "reset_calls", "select"]
 
 _MODULES = {
-    "cpu": ("vllm_exl3.cpu.backend", "vllm_exl3.cpu.moe"),
+    "cpu": ("vllm_exl3.cpu.backend", "vllm_exl3.cpu.moe", "vllm_exl3.cpu.rows"),
     "cuda": ("vllm_exl3.cuda.backend", "vllm_exl3.cuda.embedding"),
 }
 """Modules that register backends for a device type; imported at the first `select` for it."""
@@ -36,8 +36,9 @@ class Backend:
         name: what the report and the environment variables call it.
         function: takes the op's arguments.
         unavailable: returns why it cannot run in this process, or None when it can.
-        prepare: makes layers ready to run on a device, given each one's shard layout and input width: what has to
-            be compiled is compiled while the model loads, never in a request. None where nothing is needed.
+        prepare: makes layers ready to run on a device, given what their op's kernels depend on (for linears the shard
+            layout and input width): what has to be compiled is compiled while the model loads, never in a request.
+            None where nothing is needed.
     """
 
     op: str
@@ -45,7 +46,7 @@ class Backend:
     name: str
     function: Callable[..., Any]
     unavailable: Callable[[], str | None]
-    prepare: Callable[[Iterable[tuple[tuple[int, ...], int]], Any], None] | None = None
+    prepare: Callable[[Iterable[Any], Any], None] | None = None
 
 
 @dataclass(frozen=True)
