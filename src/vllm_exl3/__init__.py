@@ -6,7 +6,16 @@ Importing this package loads neither torch nor vLLM nor CUDA; ``register`` is wh
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "register", "runtime_diagnostics"]
+__all__ = [
+    "__version__",
+    "inspect_exl3_moe_uva_layer",
+    "register",
+    "runtime_diagnostics",
+    "uva_expert_offload_required",
+    "validate_exl3_moe_uva_layer",
+]
+
+_OFFLOAD = ("inspect_exl3_moe_uva_layer", "uva_expert_offload_required", "validate_exl3_moe_uva_layer")
 
 
 def register() -> None:
@@ -25,3 +34,12 @@ def runtime_diagnostics() -> dict[str, object]:
     from vllm_exl3.serving.report import runtime_diagnostics
 
     return runtime_diagnostics()
+
+
+def __getattr__(name: str) -> object:
+    """The helpers around offloaded experts, which import vLLM when they are first asked for."""
+    if name in _OFFLOAD:
+        from vllm_exl3.serving import offload
+
+        return getattr(offload, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ __all__ = [
     "NGRAM_CACHE_MIB",
     "NGRAM_KERNEL",
     "NGRAM_TABLE",
+    "REQUIRE_UVA_EXPERTS",
     "VARIABLES",
     "Variable",
     "validate",
@@ -74,6 +75,13 @@ def _choice(*values: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def _yes_or_no(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in values:
+        raise ValueError(f"expected one of {', '.join(values)}")
+    return values[text.lower()]
 
 
 LINEAR_KERNEL = Variable(
@@ -140,6 +148,14 @@ NGRAM_CACHE_MIB = Variable(
     "Host memory in MiB for rows of an n-gram table on disk that were read before; 0 keeps none.",
 )
 
+REQUIRE_UVA_EXPERTS = Variable(
+    "VLLM_EXL3_REQUIRE_UVA_EXPERTS",
+    "0",
+    _yes_or_no,
+    "1 makes start-up refuse unless vLLM's UVA offloader has mapped the weights of all routed experts into host memory "
+    "(docs/offload.md).",
+)
+
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
@@ -163,6 +179,7 @@ VARIABLES: tuple[Variable[object], ...] = (
     NGRAM_KERNEL,
     NGRAM_TABLE,
     NGRAM_CACHE_MIB,
+    REQUIRE_UVA_EXPERTS,
     CPU_ISA,
     CACHE,
 )

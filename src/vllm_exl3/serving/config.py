@@ -39,6 +39,7 @@ from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.models import qwen4_exp
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
+from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
 from vllm_exl3.serving.report import Report
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
 from vllm_exl3.serving.unloaded import watched
@@ -233,7 +234,7 @@ class Exl3Config(QuantizationConfig):
     def layer_ready(self, where: str, layer: torch.nn.Module) -> None:
         """Note a loaded layer; after the last one, make the kernels ready and log the report."""
         if self.report.layer_ready(where, layer, self.pack):
-            self._prepare_kernels(next(layer.parameters()).device)
+            self._prepare_kernels(compute_device(layer))
             self.report.publish()
 
     def _prepare_kernels(self, device: torch.device) -> None:
@@ -247,10 +248,13 @@ class Exl3Config(QuantizationConfig):
 
         Raises:
             Exl3PackError: none did, or some were left over that no rule skips.
+            RuntimeError: experts are not where ``VLLM_EXL3_REQUIRE_UVA_EXPERTS`` wants them.
         """
         if self._names_verified:
             return
         self._names_verified = True
+        for where, layer in self.report.built_experts():
+            validate_exl3_moe_uva_layer(layer, where)
         self._attach_head()
         self._source().check(self.pack, self._map_name)
         names = self._names()

@@ -51,6 +51,7 @@ class Exl3LinearMethod(LinearMethodBase):
     """
 
     supports_pre_processed_weights = True
+    requires_device_loading = False  # nothing is computed on them: offloaded parameters stay where they are
 
     def __init__(self, config: "Exl3Config", where: str, parts: Sequence[Part]) -> None:
         super().__init__()

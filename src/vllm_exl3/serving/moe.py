@@ -27,6 +27,7 @@ from vllm_exl3.serving.moe_checks import (
     refuse_unserved,
 )
 from vllm_exl3.serving.moe_layout import ExpertLayout, ExpertSlot
+from vllm_exl3.serving.offload import validate_exl3_moe_uva_layer
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -49,6 +50,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     Raises:
         Exl3PackError: the layer is to run in a way that is not served.
     """
+
+    requires_device_loading = False  # nothing is computed on them: offloaded parameters stay where they are
 
     def __init__(self, config: "Exl3Config", where: str, layer: RoutedExperts, group: ExpertGroup) -> None:
         super().__init__(layer.moe_config)
@@ -198,6 +201,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         """Refuse a layer that would serve noise because tensors never came or hold no usable values."""
         if layer.w13_trellis.is_meta:
             return  # vLLM built the layer and left it out
+        validate_exl3_moe_uva_layer(layer, self.where)
         self.loaded.check()
         for name in ("w13", "w2"):
             for leaf in ("suh", "svh"):

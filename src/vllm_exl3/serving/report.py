@@ -7,7 +7,7 @@ is loaded, by the first rank.
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm_exl3 import __version__
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
+from vllm_exl3.serving.offload import compute_device, in_host_memory
 
 if TYPE_CHECKING:
     from vllm_exl3.pack import Pack
@@ -72,11 +73,11 @@ class Report:
         if where not in self._waiting:
             return False
         self._waiting.discard(where)
-        self.pack, self.device = pack, next(layer.parameters()).device.type
+        self.pack, self.device = pack, compute_device(layer).type
         for name, parameter in layer.named_parameters(recurse=False):
             kind = "trellis" if name.endswith("trellis") else "scales" if name.endswith(("suh", "svh")) else None
             if kind is not None:
-                self.bytes[kind] += parameter.nbytes
+                self.bytes[f"{kind} in host memory" if in_host_memory(parameter) else kind] += parameter.nbytes
         if not all(self._is_left_out(other) for other in self._waiting):
             return False
         for other in self._waiting:
@@ -84,6 +85,12 @@ class Report:
             self.experts.pop(other, None)
         self._waiting.clear()
         return True
+
+    def built_experts(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The layers with EXL3 experts that exist, by name."""
+        for where in self.experts:
+            if (layer := self._built[where]()) is not None:
+                yield where, layer
 
     def _is_left_out(self, where: str) -> bool:
         """Whether vLLM dropped a built layer before loading: a tower it does not run, a pooling model's head."""
