@@ -1,0 +1,182 @@
+// The trellis GEMM for many tokens on Hopper: weights are decoded to fp16 in registers, as the A operand of wgmma, once for
+// up to 256 tokens.
+//
+// One warp of the first warpgroup fetches units into a ring. The others multiply in pairs, a pair one Hadamard block: 64
+// output channels a warpgroup, one tile column a warp. A warpgroup has one product in flight while it decodes the weights of
+// the next: a second product queued behind the first would stall the warp until the tensor cores take it, and every
+// warpgroup would decode at the same time.
+#pragma once
+#include "barrier.cuh"
+#include "prefill_epilogue.cuh"
+#include "wgmma_large.cuh"
+
+constexpr int PRODUCERS = 128;
+
+// A ring of units: weights as four rows of the block's tiles, then activations.
+struct UnitRing {
+    u32 base, stride, stages, full, empty;  // shared addresses; barriers, `stages` of each sort
+    u32 slot = 0, phase = 0, at;            // the slot that is next, the parity of its barrier, its address
+
+    __device__ __forceinline__ UnitRing(const PrefillArgs& args, u32 memory, int pairs, u32 activation_bytes) {
+        stages = args.stages, full = memory + 16, empty = full + 8 * stages;
+        base = at = memory + BARRIER_BYTES + pairs * STAGING_BYTES;
+        stride = args.weight_bytes + activation_bytes;
+    }
+    __device__ __forceinline__ void next() {
+        ++slot, at += stride;
+        if (slot == stages) slot = 0, at = base, phase ^= 1;
+    }
+};
+
+// Fetches every unit of the cluster's segments. One warp.
+template <class S>
+__device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, u32 rank) {
+    constexpr u32 share = S::activation_bytes / S::CLUSTER;
+    PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
+    PrefillSegment segment;
+    const u32 depth = args.in_features / UNIT_IN;
+    bool waited = false;
+    ring.phase = 1;  // the first round finds empty slots
+    while (walk.next(args, segment)) {
+        const PrefillShard& shard = args.shards[segment.shard];
+        const u32 strip_bytes = 8 * 16 * shard.half_bits, row_bytes = S::PAIRS * strip_bytes, blocks = shard.out_features / STRIP;
+        const u64 pitch = static_cast<u64>(blocks) * strip_bytes;
+        // Beyond the shard's last Hadamard block, a block of the cluster repeats it and a pair has nothing.
+        const u32 block = min(S::STRIPS * segment.strip + S::PAIRS * rank, blocks - 1), bytes = min(u32(S::PAIRS), blocks - block) * strip_bytes;
+        const u8* weights = reinterpret_cast<const u8*>(shard.trellis) + 4 * segment.begin * pitch + block * strip_bytes;
+        const u8* activations = args.activations + rank * share +
+            static_cast<u64>((segment.shard * args.row_tiles + segment.row_tile) * depth + segment.begin) * S::activation_bytes;
+        for (u32 unit = segment.begin; unit < segment.end; ++unit) {
+            mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);
+            const u32 barrier = ring.full + 8 * ring.slot;
+            if (one_lane()) {
+                mbarrier_expect(barrier, 4 * bytes + S::activation_bytes);
+#pragma unroll
+                for (int row = 0; row < 4; ++row)
+                    copy_to_shared(ring.at + row * (row_bytes + WEIGHT_PAD), weights + row * pitch, bytes, barrier);
+            }
+            // Weights never change; all else is written by the kernel ahead.
+            if (!waited) wait_for_previous(), waited = true;
+            if (one_lane()) {
+                const u32 target = ring.at + args.weight_bytes + rank * share;
+                if constexpr (S::CLUSTER == 1) copy_to_shared(target, activations, share, barrier);
+                else copy_to_cluster(target, activations, share, barrier, (1 << S::CLUSTER) - 1);
+            }
+            weights += 4 * pitch, activations += S::activation_bytes;
+            ring.next();
+        }
+    }
+}
+
+struct PrefillBlock {
+    const PrefillArgs& args;
+    UnitRing ring;
+    float* staging;   // shared [CHUNK][OUTPUT_PITCH], the pair's
+    u32* last;        // shared, the pair's
+    u32 place;        // which Hadamard block of the strip is the pair's
+    int pair, warp, lane, thread;  // the latter three in the pair
+
+    __device__ __forceinline__ void sync() const { sync_threads(1 + pair, PAIR_THREADS); }
+};
+
+// Starts a product and waits for the one before it. A is complete before it and `words` are read after it.
+template <int TOKENS, int WORDS>
+__device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4], u64 b, u32 (&words)[WORDS]) {
+    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+    warpgroup_fence();
+    WarpgroupMma<TOKENS>::run(sums, a, b);
+    warpgroup_commit();
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
+}
+
+template <class K, int PAIRS>
+__device__ __forceinline__ void load_unit(u32 (&words)[K::Window::words], const PrefillBlock& block) {
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = PAIRS * 8 * tile_bytes + WEIGHT_PAD;
+    load_words<K::half_bits>(words, SharedRow{block.ring.at + (block.lane & 3) * row_bytes + (PAIR_WARPS * block.pair + block.warp) * tile_bytes},
+                             block.lane);
+}
+
+template <int CLUSTER>
+__device__ __forceinline__ void release(u32 empty, int lane) {
+    if constexpr (CLUSTER == 1) {
+        if (lane == 0) mbarrier_arrive(empty);
+    } else {
+        if (lane < CLUSTER) mbarrier_arrive_at(empty, lane);
+    }
+}
+
+template <class K, class S>
+__device__ __forceinline__ void consume(PrefillBlock& block, const PrefillSegment& segment) {
+    constexpr int TOKENS = S::TOKENS;
+    float sums[TOKENS / 2] = {};
+    u32 even[4], odd[4], words[K::Window::words];
+    UnitRing& ring = block.ring;
+    mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
+    load_unit<K, S::PAIRS>(words, block);
+    decode_product<K, 0>(even, words);
+    u32 before = 0;  // the empty barrier of the unit before, whose last product is still in flight
+    for (u32 left = segment.end - segment.begin; left != 0; --left) {
+        // In a cluster a shared address names its block above bit 24, where a descriptor has other things.
+        const u64 b = matrix_descriptor<TOKENS * 16>((ring.at + block.args.weight_bytes) & 0x3ffff);
+        multiply<TOKENS>(sums, even, b, words);
+        if (before) release<S::CLUSTER>(before, block.lane);
+        decode_product<K, 1>(odd, words);
+        multiply<TOKENS>(sums, odd, b + 2 * TOKENS, words);
+        decode_product<K, 2>(even, words);
+        multiply<TOKENS>(sums, even, b + 4 * TOKENS, words);
+        decode_product<K, 3>(odd, words);
+        before = ring.empty + 8 * ring.slot;
+        ring.next();
+        // Behind the last unit this reads a slot that holds nothing of interest, and nobody uses it.
+        if (left > 1) mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
+        load_unit<K, S::PAIRS>(words, block);
+        multiply<TOKENS>(sums, odd, b + 6 * TOKENS, words);
+        decode_product<K, 0>(even, words);
+    }
+    warpgroup_wait();
+    release<S::CLUSTER>(before, block.lane);
+    finish_tile<S>(sums, block, segment);
+}
+
+template <class S, class... Ks>
+__device__ __forceinline__ void dispatch_kind(PrefillKinds<Ks...>, PrefillBlock& block, const PrefillSegment& segment) {
+    const u32 kind = block.args.shards[segment.shard].kind;
+    u32 index = 0;
+    ((index++ == kind ? consume<Ks, S>(block, segment) : void()), ...);
+}
+
+template <class S, int REGISTERS, class List>
+__device__ __forceinline__ void prefill(const PrefillArgs& args) {
+    extern __shared__ __align__(128) u8 memory[];
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
+    const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
+    UnitRing ring(args, shared_address(memory), S::PAIRS, S::activation_bytes);
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < ring.stages; ++i)
+            mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, PAIR_WARPS * S::STRIPS);
+        mbarrier_init_visible();
+    }
+    if constexpr (S::CLUSTER == 1) __syncthreads();
+    else sync_cluster();
+    let_next_start();
+    if (warp < PRODUCERS / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (warp == 0) produce<S>(args, ring, rank);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        wait_for_previous();
+        PrefillBlock block{args, ring};
+        block.pair = (warp - PRODUCERS / 32) / PAIR_WARPS, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
+        block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
+        block.staging = reinterpret_cast<float*>(memory + BARRIER_BYTES + block.pair * STAGING_BYTES);
+        block.last = reinterpret_cast<u32*>(memory) + block.pair;
+        PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
+        PrefillSegment segment;
+        while (walk.next(args, segment)) dispatch_kind<S>(List{}, block, segment);
+    }
+    // No block leaves while another may still write to its shared memory.
+    __syncwarp();
+    if constexpr (S::CLUSTER > 1) sync_cluster();
+}

@@ -1,0 +1,105 @@
+// What a prefill launch is told, and how work is cut: mirrored field by field in vllm_exl3/cuda/prefill_plan.py.
+//
+// A tile is one Hadamard block (128 output channels) × INSTANCE_TOKENS tokens; the blocks of a cluster take neighbouring
+// Hadamard blocks of the same tokens, so that one copy brings the activations to all of them. A unit is 64 input channels.
+// Clusters take whole tiles in turn; what does not fill them all is cut into ranges of units, one a cluster.
+#pragma once
+#include "problem.cuh"
+
+struct PrefillShard {
+    const u32* trellis;
+    const u16* suh;      // fp16 [in_features]
+    const u16* svh;      // fp16 [out_features]
+    u32 out_features;    // stored, a multiple of 128
+    u32 crop_start;      // first stored column that is returned
+    u32 crop_size;
+    u32 out_column;      // where its returned columns begin in the output
+    u32 kind;            // index in the kernel's list of kinds
+    u32 half_bits;
+    u32 first_strip;     // in the launch's list of strips: as many Hadamard blocks as a cluster has blocks
+    u32 padding;
+};
+
+struct PrefillArgs {
+    PrefillShard shards[MAX_SHARDS];
+    const void* x;
+    void* out;
+    const void* bias;    // [sum of crop_size] or null
+    u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
+    float* scales;       // scratch [shard][rows]: what undoes the row's scale
+    u32* counters;       // scratch [tiles that are cut][blocks of a cluster]: arrivals
+    float4* partials;    // scratch [2][blocks][partial_stride]: sums of tiles that several clusters share
+    i64 x_stride;        // elements
+    i64 out_stride;
+    u32 shard_count;
+    u32 rows;
+    u32 row_tiles;
+    u32 tile_rows;       // tokens of a tile
+    u32 in_width;        // columns of x; the rest up to in_features counts as zero
+    u32 in_features;
+    u32 x_type;
+    u32 out_type;
+    u32 bias_type;
+    u32 strips;          // of all shards
+    u32 group;           // row tiles that are multiplied while their activations stay in the L2
+    u32 whole_tiles;     // tiles that one cluster computes from end to end
+    u32 range_units;     // units of a range, and how many ranges hold one more
+    u32 longer_ranges;
+    u32 ranges;
+    u32 stages;          // units that the ring holds
+    u32 weight_bytes;    // of a unit in the ring, the widest kind's
+    u32 partial_stride;  // float4 of one block's sums
+    u32 counter_count;
+    u32 padding;
+};
+
+__device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
+    return range * args.range_units + min(range, args.longer_ranges);
+}
+__device__ __forceinline__ u32 prefill_range_of_unit(const PrefillArgs& args, u32 unit) {
+    const u32 longer = args.longer_ranges * (args.range_units + 1);
+    return unit < longer ? unit / (args.range_units + 1) : args.longer_ranges + (unit - longer) / args.range_units;
+}
+
+// A part of a tile: units [begin, end) of its k.
+struct PrefillSegment {
+    u32 shard, strip, row_tile;  // the strip counts from the shard's first
+    u32 begin, end;
+    u32 cut_tile;                // number among the tiles that are cut, where it is one
+    bool complete;
+};
+
+// The segments of one cluster, one after the other.
+struct PrefillWalk {
+    u32 tile, clusters, unit, unit_end;
+
+    __device__ __forceinline__ PrefillWalk(const PrefillArgs& args, u32 cluster, u32 count) : tile(cluster), clusters(count) {
+        unit = cluster < args.ranges ? prefill_range_begin(args, cluster) : 0;
+        unit_end = cluster < args.ranges ? prefill_range_begin(args, cluster + 1) : 0;
+    }
+    __device__ __forceinline__ bool next(const PrefillArgs& args, PrefillSegment& segment) {
+        const u32 depth = args.in_features / UNIT_IN;
+        u32 index;
+        if (tile < args.whole_tiles) {
+            index = tile, tile += clusters;
+            segment.begin = 0, segment.end = depth, segment.complete = true;
+        } else if (unit < unit_end) {
+            segment.cut_tile = unit / depth;
+            segment.begin = unit - segment.cut_tile * depth;
+            segment.end = min(depth, segment.begin + unit_end - unit);
+            segment.complete = segment.end - segment.begin == depth;
+            index = args.whole_tiles + segment.cut_tile;
+            unit += segment.end - segment.begin;
+        } else {
+            return false;
+        }
+        // Row tiles of a group change fastest: their activations stay in the L2 while weights stream by.
+        const u32 group = index / (args.strips * args.group), first = group * args.group;
+        const u32 size = min(args.group, args.row_tiles - first), rest = index - args.strips * first;
+        segment.strip = rest / size, segment.row_tile = first + rest % size;
+        segment.shard = 0;
+        while (segment.shard + 1 < args.shard_count && segment.strip >= args.shards[segment.shard + 1].first_strip) ++segment.shard;
+        segment.strip -= args.shards[segment.shard].first_strip;
+        return true;
+    }
+};

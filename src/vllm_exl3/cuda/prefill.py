@@ -1,0 +1,113 @@
+"""The linear op for many tokens: one kernel rotates the input, one decodes and multiplies."""
+
+import torch
+
+from vllm_exl3.cuda import dispatch, runtime
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, TRANSFORM, PrefillArgs, PrefillPlan, plan_prefill
+from vllm_exl3.ops.shards import Shard
+
+__all__ = ["instances", "prefill", "serves", "window_rows"]
+
+_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_TRANSFORM_THREADS = 512
+_WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
+"""Transformed activations of one launch stay near the first; more rows are served in windows of a multiple of the
+second."""
+
+
+def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
+    """Whether the prefill kernel is the one for ``rows`` tokens of a fused linear."""
+    return (
+        rows >= dispatch.prefill_from(limits.architecture)
+        and not dispatch.batch_invariant()
+        and len({shard.in_features for shard in shards}) == 1
+    )
+
+
+def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
+    """The kernels that `prefill` uses for a fused linear, for any number of tokens."""
+    if dispatch.batch_invariant() or len({shard.in_features for shard in shards}) != 1:
+        return []
+    tiles = TILES if limits.warpgroups else MMA_TILES
+    plans = [plan_prefill(shards, tokens, shards[0].in_features, limits, tokens) for tokens in tiles]
+    return [TRANSFORM, *(plan.instance for plan in plans)]
+
+
+def window_rows(shards: tuple[Shard, ...]) -> int:
+    """How many rows one launch takes."""
+    rows = _WINDOW_BYTES // (2 * sum(shard.in_features for shard in shards))
+    return max(_WINDOW_STEP, rows // _WINDOW_STEP * _WINDOW_STEP)
+
+
+def prefill(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    shards: tuple[Shard, ...],
+    out: torch.Tensor,
+    *,
+    tokens: int | None = None,
+    ranges: int | None = None,
+    limits: GpuLimits | None = None,
+) -> None:
+    """``out = ((x·suh) H W H)·svh + bias`` for shards of one input width.
+
+    Args:
+        x: ``[M, in]`` float16, bfloat16 or float32, the last dimension contiguous.
+        trellis: int16, all shards flat; 16-byte aligned.
+        suh: float16, all shards flat.
+        svh: float16, all shards flat.
+        bias: ``[sum of crop sizes]`` or None.
+        shards: at most `geometry.MAX_SHARDS`.
+        out: ``[M, sum of crop sizes]``, rows may be strided.
+        tokens: tokens of a tile; chosen by cost when None.
+        ranges: how finely what does not fill the GPU is cut; chosen by cost when None.
+        limits: of the GPU, where they should be others than the device's own.
+    """
+    device = runtime.device(x.device.index)
+    step = window_rows(shards)
+    for first in range(0, x.shape[0], step):
+        part = x[first : first + step]
+        plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges)
+        _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step])
+
+
+def _launch(
+    device: runtime.Device,
+    plan: PrefillPlan,
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    base = scratch.data_ptr()
+    for name, offset in plan.scratch_parts.items():
+        setattr(arguments, name, base + offset)
+    trellis_at, suh_at, svh_at = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
+    for shard, offsets in zip(arguments.shards, plan.offsets, strict=False):
+        shard.trellis = trellis_at + 2 * offsets.trellis
+        shard.suh = suh_at + 2 * offsets.suh
+        shard.svh = svh_at + 2 * offsets.svh
+    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), x.stride(0), _ELEMENTS[x.dtype]
+    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _ELEMENTS[out.dtype]
+    if bias is not None:
+        arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
+    dependent, clusters = (
+        device.limits.dependent_launch,
+        plan.transform_grid[0] if device.limits.dependent_launch else 1,
+    )
+    device.kernel(TRANSFORM).launch(
+        plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent, clusters
+    )
+    gemm = device.kernel(plan.instance)
+    gemm.allow_shared(plan.shared)
+    gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)

@@ -1,0 +1,278 @@
+"""Cuts one fused linear with many tokens into work for the prefill kernel: instance, grid, shared memory, scratch.
+
+Arithmetic on shapes, without torch or a GPU; `PrefillShard` and `PrefillArgs` mirror ``kernels/prefill_problem.cuh``
+field by field, which also explains tiles, strips, units and ranges.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, round_up
+from vllm_exl3.cuda.prefill_cut import Cut, cut
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.stored import BLOCK
+
+__all__ = [
+    "MMA_TILES",
+    "TILES",
+    "TRANSFORM",
+    "Cut",
+    "PrefillArgs",
+    "PrefillPlan",
+    "PrefillShard",
+    "choose_tile",
+    "cut",
+    "kernel",
+    "plan_prefill",
+]
+
+TILES = (64, 128, 192, 256)
+"""Tokens of a tile that kernels with wgmma exist for."""
+
+MMA_TILES = (64, 128)
+"""The same without wgmma."""
+
+TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
+"""The kernel that rotates inputs, for every tile."""
+
+_PAIR_THREADS, _BARRIERS, _CHUNK, _WEIGHT_PAD = 256, 512, 32, 32
+_ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
+_TRANSFORM_ROWS, _TRANSFORM_BLOCKS = 8, 2
+_RESERVED = 1024  # bytes of shared memory that every block takes besides
+
+
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+class PrefillShard(ctypes.Structure):
+    """``PrefillShard`` of prefill_problem.cuh."""
+
+    __slots__ = ()
+    _fields_ = (
+        *_fields(ctypes.c_uint64, "trellis", "suh", "svh"),
+        *_fields(ctypes.c_uint32, "out_features", "crop_start", "crop_size", "out_column", "kind", "half_bits"),
+        *_fields(ctypes.c_uint32, "first_strip", "padding"),
+    )
+
+
+class PrefillArgs(ctypes.Structure):
+    """``PrefillArgs`` of prefill_problem.cuh."""
+
+    __slots__ = ()
+    _fields_ = (
+        ("shards", PrefillShard * MAX_SHARDS),
+        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
+        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *_fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
+        *_fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
+        *_fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
+        *_fields(ctypes.c_uint32, "partial_stride", "counter_count", "padding"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """One transform and one GEMM launch, all but the pointers.
+
+    Attributes:
+        instance: the GEMM kernel.
+        arguments: template of the launch arguments; pointers are zero, and shard pointers hold nothing.
+        offsets: where each shard's tensors begin.
+        grid: thread blocks of the GEMM.
+        threads: threads a block of the GEMM.
+        shared: its dynamic shared memory in bytes.
+        cluster: blocks of a thread block cluster.
+        transform_grid: blocks of the transform; those of one row group form a cluster where the GPU has clusters.
+        scratch: bytes of scratch.
+        scratch_parts: where its parts begin.
+    """
+
+    instance: Instance
+    arguments: bytes
+    offsets: tuple[ShardOffsets, ...]
+    grid: int
+    threads: int
+    shared: int
+    cluster: int
+    transform_grid: tuple[int, int]
+    scratch: int
+    scratch_parts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """One of the two kernels with one tile.
+
+    Attributes:
+        source: its file, without the ending; the entry is called the same.
+        strip: Hadamard blocks of a strip.
+        pairs: of them, those of one thread block; the others are in other blocks of its cluster.
+        producers: threads that copy and do not multiply.
+        stages: units that the ring holds at most.
+        resident: thread blocks on a multiprocessor.
+    """
+
+    source: str
+    strip: int
+    pairs: int
+    producers: int
+    stages: int
+    resident: int
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks of a cluster."""
+        return self.strip // self.pairs
+
+    def clusters(self, limits: GpuLimits) -> int:
+        """How many clusters run at once."""
+        if self.cluster == 1:
+            return limits.multiprocessors * self.resident
+        return dict(limits.clusters).get(self.cluster, 0) or limits.multiprocessors // self.cluster
+
+
+def kernel(tokens: int, limits: GpuLimits) -> _Kernel:
+    """The kernel for tiles of ``tokens`` on a GPU: with wgmma, or with mma.sync."""
+    if not limits.warpgroups:
+        return _Kernel("prefill_mma", 1, 1, 0, 4, 2 if limits.shared_memory > _TWO_BLOCKS else 1)
+    return _Kernel("prefill", 2, 2 if tokens <= 128 else 1, 128, 12, 1)
+
+
+_TWO_BLOCKS = 160000
+"""Shared memory of a multiprocessor from which on two blocks of the kernel with mma.sync fit."""
+
+
+def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits) -> int:
+    """The tile that is estimated to take the least time."""
+
+    def cost(tokens: int) -> float:
+        return cut(strips * -(-rows // tokens), depth, tokens, kernel(tokens, limits).clusters(limits)).cost
+
+    tiles = TILES if limits.warpgroups else MMA_TILES
+    return min((tokens for tokens in tiles if tokens < 2 * max(rows, 64)), key=cost)
+
+
+def prefill_instance(source: str, tokens: int, kinds: Sequence[tuple[int, int]]) -> Instance:
+    """The GEMM for (half_bits, codebook) pairs."""
+    listed = ", ".join(f"PrefillKind<{half_bits}, {codebook}>" for half_bits, codebook in kinds)
+    return Instance(f"{source}.cu", f"exl3_{source}", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+
+
+def _place(
+    arguments: PrefillArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], strip: int
+) -> tuple[ShardOffsets, ...]:
+    strips = column = trellis = suh = svh = 0
+    offsets = []
+    for index, shard in enumerate(shards):
+        arguments.shards[index] = PrefillShard(
+            out_features=shard.out_features,
+            crop_start=shard.crop_start,
+            crop_size=shard.crop_size,
+            out_column=column,
+            kind=kinds.index((shard.half_bits, shard.codebook)),
+            half_bits=shard.half_bits,
+            first_strip=strips,
+        )
+        offsets.append(ShardOffsets(trellis, suh, svh))
+        strips += -(-shard.out_features // (strip * BLOCK))
+        column += shard.crop_size
+        trellis += shard.trellis_words
+        suh += shard.in_features
+        svh += shard.out_features
+    arguments.strips = strips
+    return tuple(offsets)
+
+
+def _transform_grid(rows: int, in_features: int, limits: GpuLimits) -> tuple[int, int]:
+    groups, parts = -(-rows // _TRANSFORM_ROWS), 1
+    while (
+        parts < 8 and groups * parts < _TRANSFORM_BLOCKS * limits.multiprocessors and 4 * parts <= in_features // BLOCK
+    ):
+        parts *= 2
+    return parts, groups
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_prefill(
+    shards: tuple[Shard, ...],
+    rows: int,
+    in_width: int,
+    limits: GpuLimits,
+    tokens: int | None = None,
+    ranges: int | None = None,
+) -> PrefillPlan:
+    """Cut one fused linear into work for the prefill kernels.
+
+    Args:
+        shards: at most `MAX_SHARDS`, of one ``in_features``.
+        rows: tokens.
+        in_width: columns of the input; up to ``in_features`` the rest counts as zero.
+        limits: the GPU.
+        tokens: tokens of a tile, one of `TILES`; None chooses by cost.
+        ranges: ranges that the tiles beyond full rounds are cut into; None chooses by cost.
+
+    Raises:
+        ValueError: a shard breaks the layout's rules, or widths differ.
+    """
+    check_shards(shards, in_width)
+    if len({shard.in_features for shard in shards}) != 1:
+        raise ValueError(f"shards of {[shard.in_features for shard in shards]} inputs, expected one width")
+    kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
+    depth = shards[0].in_features // UNIT_IN
+    arguments = PrefillArgs()
+    offsets = _place(arguments, shards, kinds, kernel(64, limits).strip)
+    tokens = tokens or choose_tile(rows, arguments.strips, depth, limits)
+    chosen_kernel = kernel(tokens, limits)
+    row_tiles = -(-rows // tokens)
+    clusters, tiles = chosen_kernel.clusters(limits), arguments.strips * row_tiles
+    chosen = cut(tiles, depth, tokens, clusters)
+    if ranges is not None:
+        whole = tiles if ranges == 0 else tiles - tiles % clusters
+        chosen = Cut(min(clusters, max(whole, ranges)), whole, ranges, chosen.cost)
+    range_units, longer_ranges = (
+        divmod((tiles - chosen.whole_tiles) * depth, chosen.ranges) if chosen.ranges else (0, 0)
+    )
+
+    pairs = chosen_kernel.pairs
+    weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
+    fixed = _BARRIERS + pairs * _CHUNK * (BLOCK + 4) * 4
+    room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
+    stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + tokens * 128))
+    partial_stride = tokens // 8 * _PAIR_THREADS
+    counters = chosen_kernel.strip * (tiles - chosen.whole_tiles)
+    group = max(1, _ACTIVATIONS_IN_L2 // (tokens * 2 * shards[0].in_features))
+    sizes = {
+        "activations": len(shards) * row_tiles * depth * tokens * 128,
+        "scales": 4 * len(shards) * rows,
+        "counters": 4 * counters,
+        "partials": 2 * chosen.ranges * chosen_kernel.strip * partial_stride * 16,
+    }
+    scratch_parts, scratch = {}, 0
+    for name, size in sizes.items():
+        scratch_parts[name] = scratch
+        scratch += round_up(size, _ALIGN)
+    values = {
+        "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": tokens, "in_width": in_width,
+        "in_features": shards[0].in_features, "group": min(group, row_tiles), "whole_tiles": chosen.whole_tiles,
+        "range_units": range_units, "longer_ranges": longer_ranges, "ranges": chosen.ranges, "stages": stages,
+        "weight_bytes": weight_bytes, "partial_stride": partial_stride, "counter_count": counters,
+    }  # fmt: skip
+    for name, value in values.items():
+        setattr(arguments, name, value)
+    return PrefillPlan(
+        instance=prefill_instance(chosen_kernel.source, tokens, kinds),
+        arguments=bytes(arguments),
+        offsets=offsets,
+        grid=chosen.clusters * chosen_kernel.cluster,
+        threads=chosen_kernel.producers + pairs * _PAIR_THREADS,
+        shared=fixed + stages * (weight_bytes + tokens * 128),
+        cluster=chosen_kernel.cluster,
+        transform_grid=_transform_grid(rows, shards[0].in_features, limits),
+        scratch=scratch,
+        scratch_parts=scratch_parts,
+    )

@@ -1,0 +1,121 @@
+"""The cut of a prefill launch: structures that mirror the device's, units covered once, memory that fits, no cliffs."""
+
+import ctypes
+import itertools
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_exl3.cuda.compiler import kernel_sources
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.prefill_cut import cut
+from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, PrefillArgs, PrefillShard, kernel, plan_prefill
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.stored import Codebook
+
+H200 = GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14)))
+SMALL = GpuLimits("sm_90a", 16, 232448, ((2, 8),))
+A100, RTX3090 = GpuLimits("sm_80", 108, 166912), GpuLimits("sm_86", 82, 101376)
+_SIZES = {"u32": 4, "i64": 8}
+
+
+@pytest.mark.parametrize("structure", [PrefillShard, PrefillArgs])
+def test_structures_mirror_the_device(structure: type[ctypes.Structure]) -> None:
+    source = kernel_sources()["prefill_problem.cuh"]
+    body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", source, re.S | re.M)
+    assert body is not None
+    found = []
+    for kind, name in re.findall(r"^\s+(.*?)\s*\b(\w+)(?:\[MAX_SHARDS\])?;", re.sub(r"//.*", "", body[1]), re.M):
+        size = ctypes.sizeof(PrefillShard) * 8 if kind == "PrefillShard" else 8 if kind.endswith("*") else _SIZES[kind]
+        found.append((name, size))
+    assert found == [(name, ctypes.sizeof(kind)) for name, kind in structure._fields_]
+    assert ctypes.sizeof(structure) == sum(size for _, size in found)  # no hole that a compiler could place elsewhere
+
+
+def _segments(arguments: PrefillArgs, clusters: int) -> list[list[tuple[int, int, int]]]:
+    """(tile, first unit, end) of every cluster's segments, in order: what PrefillWalk of prefill_problem.cuh gives."""
+    depth = arguments.in_features // 64
+    begin = [r * arguments.range_units + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
+    walks = []
+    for cluster in range(clusters):
+        walk = [(tile, 0, depth) for tile in range(cluster, arguments.whole_tiles, clusters)]
+        unit, end = (begin[cluster], begin[cluster + 1]) if cluster < arguments.ranges else (0, 0)
+        while unit < end:
+            tile, first = divmod(unit, depth)
+            last = min(depth, first + end - unit)
+            walk.append((arguments.whole_tiles + tile, first, last))
+            unit += last - first
+        walks.append(walk)
+    return walks
+
+
+_shards = st.lists(
+    st.tuples(st.sampled_from([2, 5, 8, 16]), st.sampled_from(list(Codebook)), st.integers(1, 70)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60)
+@given(
+    _shards, st.integers(1, 60), st.integers(1, 3000), st.sampled_from([*TILES, None]), st.sampled_from([H200, SMALL])
+)
+def test_every_unit_is_computed_once(
+    shapes: list[tuple[int, Codebook, int]], in_blocks: int, rows: int, tokens: int | None, limits: GpuLimits
+) -> None:
+    shards = tuple(Shard(h, c, 128 * in_blocks, 128 * n, 0, 128 * n) for h, c, n in shapes)
+    if not limits.warpgroups and tokens not in MMA_TILES:
+        tokens = None
+    plan = plan_prefill(shards, rows, 128 * in_blocks, limits, tokens)
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    depth, clusters = 2 * in_blocks, plan.grid // plan.cluster
+    used = kernel(arguments.tile_rows, limits)
+    assert clusters <= used.clusters(limits) and plan.grid % plan.cluster == 0 and arguments.stages >= 2
+    assert plan.shared * used.resident <= limits.shared_memory
+    tiles = arguments.strips * arguments.row_tiles
+    assert arguments.strips == sum(-(-n // used.strip) for _, _, n in shapes)
+    walks = _segments(arguments, clusters)
+    seen = Counter((tile, unit) for walk in walks for tile, first, end in walk for unit in range(first, end))
+    assert len(seen) == tiles * depth and set(seen.values()) <= {1}
+    for walk in walks:  # the two areas that a range has for its partial sums
+        assert sum(end - first < depth for _, first, end in walk) <= 2
+    assert (
+        plan.scratch
+        >= plan.scratch_parts["partials"] + 2 * arguments.ranges * used.strip * arguments.partial_stride * 16
+    )
+    assert arguments.counter_count == used.strip * (tiles - arguments.whole_tiles)
+
+
+def test_shards_have_one_width() -> None:
+    shard, other = Shard(8, 2, 1024, 512, 0, 512), Shard(8, 2, 2048, 512, 0, 512)
+    with pytest.raises(ValueError, match="expected one width"):
+        plan_prefill((shard, other), 100, 1024, H200)
+
+
+@given(st.integers(1, 2000), st.integers(2, 500), st.sampled_from(TILES), st.sampled_from([1, 66, 132]))
+def test_cutting_is_never_estimated_worse_than_whole_tiles(tiles: int, depth: int, tokens: int, clusters: int) -> None:
+    chosen = cut(tiles, depth, tokens, clusters)
+    assert chosen.whole_tiles <= tiles and chosen.ranges <= clusters and 1 <= chosen.clusters <= clusters
+    assert (chosen.ranges == 0) == (chosen.whole_tiles == tiles)
+    assert chosen.cost >= tiles * depth / clusters  # a unit takes more than a cycle
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)])
+def test_time_grows_with_tokens_without_cliffs(shape: tuple[int, int]) -> None:
+    """Neighbours of the grid 1…16384 and around every tile: at most the tokens' ratio or one tile more, hardly less."""
+    shard = Shard(8, 2, *shape, 0, shape[1])
+    grid = sorted({r for p in range(6, 13) for r in (2**p - 1, 2**p, 2**p + 1, 3 * 2**p)})
+    costs = []
+    for rows in grid:
+        plan = plan_prefill((shard,), rows, shape[0], H200)
+        arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+        clusters = kernel(arguments.tile_rows, H200).clusters(H200)
+        depth, tokens = shape[0] // 64, arguments.tile_rows
+        time = cut(arguments.strips * arguments.row_tiles, depth, tokens, clusters).cost
+        costs.append((rows, time, cut(arguments.strips, depth, tokens, clusters).cost))
+    for (m1, t1, _), (m2, t2, step) in itertools.pairwise(costs):
+        assert t2 >= 0.9 * t1, (m1, m2)
+        assert t2 <= max(1.1 * t1 * m2 / m1, t1 + step), (m1, m2)
