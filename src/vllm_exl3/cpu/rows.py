@@ -12,6 +12,9 @@ __all__ = ["embedding", "ngram"]
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT8, _INT4, _CODED, _NGRAM = range(4)
+_VALUES_A_THREAD = 1 << 15
+"""Waking a thread takes as long as decoding about as many values, and much longer where it has to share its core."""
+
 _KINDS = {torch.int8: _INT8, torch.uint8: _INT4, torch.int16: _CODED}
 
 
@@ -63,7 +66,7 @@ def _call(kind: int, ids: torch.Tensor, table: torch.Tensor, scales: torch.Tenso
     call.keep_ids = flat  # the structure holds an address alone
     call.count, call.rows, call.kind = flat.numel(), table.shape[0], kind
     call.scale_dtype, call.dtype = _DTYPES[scales.dtype], _DTYPES[out.dtype]
-    call.threads = torch.get_num_threads()
+    call.threads = max(1, min(torch.get_num_threads(), out.numel() // _VALUES_A_THREAD))
     return call
 
 

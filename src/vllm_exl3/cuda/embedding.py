@@ -91,7 +91,7 @@ def embedding(
         columns = _VECTOR if width % _VECTOR == 0 else 1
         grid = (flat.numel(), -(-width // (columns * _THREADS)))
     else:
-        grid = (-(-flat.numel() * groups // _WARPS), 1)
+        grid = (flat.numel(), -(-groups // _WARPS))
     _launch(instance, grid, arguments, ids.device)
     return out
 

@@ -5,9 +5,7 @@ memory until it is given back, which happens here every `_KEPT_BYTES`; the page 
 """
 
 import mmap
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,16 +67,10 @@ class NgramRows:
         self.rows, self.words = table.rows, table.shards[0].shape[1]
         self.bytes_read = 0
         self._maps: list[mmap.mmap] = []
-        self._descriptors: list[int] = []
         self._runs = self._open(pack.folder, table.shards)
         self._views = [self._view(run) for run in self._runs]
         self._cache = RowCache(cache_bytes, self.words)
         self._touched = 0
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_descriptors", ()):
-            with suppress(OSError):
-                os.close(descriptor)
 
     def gather(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
         """Some rows.
@@ -130,9 +122,8 @@ class NgramRows:
 
     def _map(self, path: Path, shard: StoredTensor) -> int:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._descriptors.append(descriptor)
-            mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+            with open(path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise _unreadable(path, shard, str(error)) from error
         if len(mapped) < shard.start + shard.nbytes:
@@ -161,16 +152,16 @@ class NgramRows:
 
     def _read_ahead(self, run: _Run, local: npt.NDArray[np.int64]) -> None:
         """Let the disk fetch all pages at once; copying alone would wait for one after the other."""
-        if len(local) < 2 or not hasattr(os, "posix_fadvise"):
+        if len(local) < 2:
             return
         row_bytes = _WORD * self.words
         first = (run.start + local * row_bytes) // _PAGE
         last = (run.start + local * row_bytes + row_bytes - 1) // _PAGE
         begins = np.flatnonzero(np.concatenate([[True], first[1:] > last[:-1] + 1]))
         ends = np.concatenate([begins[1:] - 1, [len(local) - 1]])
-        descriptor = self._descriptors[run.file]
+        advise = self._maps[run.file].madvise
         for begin, end in zip(first[begins].tolist(), last[ends].tolist(), strict=True):
-            os.posix_fadvise(descriptor, begin * _PAGE, (end - begin + 1) * _PAGE, os.POSIX_FADV_WILLNEED)
+            advise(mmap.MADV_WILLNEED, begin * _PAGE, (end - begin + 1) * _PAGE)
 
     def _touch(self, nbytes: int) -> None:
         self._touched += nbytes

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.utils import set_weight_attrs
 
-import vllm_exl3.ops.embedding  # noqa: F401  registers torch.ops.vllm_exl3.embedding
-from vllm_exl3.ops.embedding import row_chunk
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.embedding import embedding_reference, row_chunk
 from vllm_exl3.pack.assemble import RING_GROUP
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
@@ -135,6 +136,8 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
                 where=f"{self.where} ({table.key})",
                 remedy="config.json is of another model than the table: fetch the pack again.",
             )
+        # A kernel that was asked for and cannot run here is refused before the weights are read.
+        backends.select("embedding", torch.empty(0).device.type, embedding_reference)
         indices = layer.shard_indices
         self._start = indices.org_vocab_start_index
         # A rank beyond the vocabulary keeps one row for the ids that vLLM masks to 0.
@@ -169,7 +172,8 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
         with getattr(layer, self.table.table[0]).device:
             holder = _AttachedHead(layer.weight_loader)
             head.register_head(layer, layer.params_dtype, holder)
-        layer.head = holder
+            layer.head = holder
+            record_metadata_for_reloading(layer)  # vLLM noted the layer's modules when it had built the model
         self.head = head
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -188,6 +192,9 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
             )
         self._seen.clear()
         check_overwritten(self.where, **{names[1]: getattr(layer, names[1])})
+        # The first look-up compiles a GPU's kernel: now, and not while a CUDA graph is captured.
+        codes = getattr(layer, names[0])
+        self._rows(layer, torch.zeros(1, dtype=torch.int64, device=codes.device), layer.params_dtype)
         if self.config is not None:
             nbytes = sum(getattr(layer, name).nbytes for name in names)
             self.config.report.embedding_ready(self.where, self.table.kind, nbytes)

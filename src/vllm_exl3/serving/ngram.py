@@ -14,7 +14,8 @@ from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig, get_curren
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3 import env
-from vllm_exl3.ops.ngram import LOOKUP_OP, Lookup, register_table
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.ngram import LOOKUP_OP, Lookup, ngram_reference, register_table
 from vllm_exl3.ops.ngram_tables import DiskTable, MemoryTable, PinnedRows, fill
 from vllm_exl3.pack import Pack, StoredNgramTable
 from vllm_exl3.pack.assemble import RING_NGRAM
@@ -81,6 +82,8 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
         words, heads = self.stored.shards[0].shape[1], self.stored.head_bias.shape[0]
         device = torch.empty(0).device  # vLLM builds models under the device that they run on
         self.place = choose_place(self.config.pack, layer.tp_size, device, current)
+        # A kernel that was asked for and cannot run here is refused before the weights are read.
+        backends.select("ngram", device.type, ngram_reference)
         if self.place == "disk":
             check_graphs(current.compilation_config, breakable=_breakable())
         # Buffers: sleep keeps a model's buffers and discards everything else.
@@ -120,6 +123,8 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
             fill(rows, reader, self.first_row)
             lookup = MemoryTable(rows, layer.head_bias, layer.head_offsets, self.first_row)
         register_table(self.name, lookup)
+        # The first look-up compiles a GPU's kernel: now, and not while a CUDA graph is captured.
+        self.embedding(layer, torch.zeros(1, dtype=torch.int64, device=layer.head_bias.device))
         kind = f"n-gram rows, K = {stored.bits}, {self.place}"
         self.config.report.embedding_ready(self.prefix, kind, layer.weight.nbytes)
         logger.info("vllm-exl3 serves %s: %s, %.2f GiB", self.prefix, kind, layer.weight.nbytes / 2**30)

@@ -14,8 +14,10 @@ import torch
 
 from vllm_exl3 import __version__
 from vllm_exl3.ops import backends
+from vllm_exl3.ops.embedding import embedding_reference
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
+from vllm_exl3.ops.ngram import ngram_reference
 from vllm_exl3.serving.offload import compute_device, in_host_memory
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Report:
         self.experts: dict[str, ExpertLayout] = {}
         self.dense: dict[str, str] = {}
         self.embeddings: dict[str, str] = {}
+        self._embedding_bytes: dict[str, int] = {}
         self.device: str | None = None
         self.bytes: Counter[str] = Counter()
         self._waiting: set[str] = set()
@@ -62,7 +65,8 @@ class Report:
     def embedding_ready(self, where: str, kind: str, nbytes: int) -> None:
         """Note a loaded quantized embedding: how it is coded, and its bytes on this rank."""
         self.embeddings[where] = kind
-        self.bytes["embedding"] = nbytes
+        self._embedding_bytes[where] = nbytes
+        self.bytes["embedding"] = sum(self._embedding_bytes.values())
 
     def layer_ready(self, where: str, layer: torch.nn.Module, pack: "Pack") -> bool:
         """Note a loaded layer, dense or routed experts.
@@ -190,6 +194,9 @@ class Report:
             return {}
         references = {"linear": linear_reference} if self.layers else {}
         references |= {"moe": moe_reference} if self.experts else {}
+        ngram = {kind.startswith("n-gram") for kind in self.embeddings.values()}
+        references |= {"embedding": embedding_reference} if False in ngram else {}
+        references |= {"ngram": ngram_reference} if True in ngram else {}
         choices = {op: backends.select(op, self.device, reference) for op, reference in references.items()}
         return {
             op: {"backend": choice.backend.name, "device": self.device, "declined": choice.declined}

@@ -97,16 +97,16 @@ __device__ __forceinline__ void hadamard256(float (&v)[8], int lane) {
     }
 }
 
-// One warp a ring.
+// Grid (rows, parts of a row), one warp a ring.
 template <int BITS>
 __device__ __forceinline__ void gather_coded(const EmbeddingArgs& args) {
     using R = Ring<256, BITS>;
     __shared__ u32 staging[EMBEDDING_THREADS / 32][R::staged];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const i64 item = i64(blockIdx.x) * (EMBEDDING_THREADS / 32) + warp;
-    if (item >= args.count * args.groups) return;
-    const i64 row = item / args.groups, group = item - row * args.groups, id = row_id(args, row);
-    const u32 column = u32(group) * 256 + 8 * lane;
+    const u32 group = blockIdx.y * (EMBEDDING_THREADS / 32) + warp;
+    if (group >= args.groups) return;
+    const i64 row = blockIdx.x, id = row_id(args, row);
+    const u32 column = group * 256 + 8 * lane;
     const i64 at = row * args.width + column;
     float v[8] = {};
     if (id >= 0 && id < args.rows) {

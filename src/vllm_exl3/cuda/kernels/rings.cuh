@@ -8,7 +8,7 @@
 template <int WIDTH, int BITS>
 struct Ring {
     static constexpr int words = 1 + WIDTH * BITS / 16;
-    static constexpr int staged = words / 2 + 3;  // u32 that a warp's staging takes: one for the odd address, one to read past
+    static constexpr int staged = words / 2 + 4;  // u32 that a warp's staging takes: one for the odd address, the others are read past
     static constexpr int values = WIDTH / 32;     // of a lane
     static constexpr int back = (16 + BITS - 1) / BITS - 1;  // symbols before its own that a state reaches back to
 };
@@ -36,18 +36,26 @@ __device__ __forceinline__ float stage_ring(const u16* ring, const u16* end, u32
 // The `COUNT` values from `first` on: mul1(state)·scale, exact in fp32.
 template <int WIDTH, int BITS, int COUNT>
 __device__ __forceinline__ void decode_ring(float (&values)[COUNT], const u32* staged, int odd, float scale, int first) {
-    constexpr int back = Ring<WIDTH, BITS>::back;
+    constexpr int back = Ring<WIDTH, BITS>::back, count = COUNT + (COUNT & 1), words = ((back + count) * BITS + 31) / 32;
     const int at = 16 * (1 + odd) + (first - back) * BITS;  // bit of the oldest symbol in `staged`, never negative
-    u32 state = 0;
+    u32 raw[words + 1], window[words + 1];
 #pragma unroll
-    for (int i = 0; i < back + COUNT; ++i) {
-        const int bit = at + i * BITS, word = bit >> 5;
-        const u32 symbol = __funnelshift_r(staged[word], staged[word + 1], bit & 31) & ((1u << BITS) - 1);
+    for (int i = 0; i <= words; ++i) raw[i] = staged[(at >> 5) + i];
+#pragma unroll
+    for (int i = 0; i < words; ++i) window[i] = __funnelshift_r(raw[i], raw[i + 1], at & 31);
+    window[words] = 0;
+    u32 state = 0, states[count];
+#pragma unroll
+    for (int i = 0; i < back + count; ++i) {
+        const int bit = i * BITS, word = bit / 32;
+        const u32 symbol = __funnelshift_r(window[word], window[word + 1], bit % 32) & ((1u << BITS) - 1);
         state = state << BITS | symbol;
-        if (i < back) continue;
-        const u32 sum = __dp4a((state & 0xffffu) * 0x83DCD12Du, 0x01010101u, 0x6400u);
-        u16 weight;
-        asm("fma.rn.f16 %0, %1, %2, %3;" : "=h"(weight) : "h"(u16(sum)), "h"(u16(0x1EEE)), "h"(u16(0xC931)));
-        values[i - back] = half_to_float(weight) * scale;
+        if (i >= back) states[i - back] = state & 0xffffu;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 2) {
+        const u32 weights = decode_pair<MUL1>(states[i], states[i + 1]);
+        values[i] = half_to_float(u16(weights)) * scale;
+        if (i + 1 < COUNT) values[i + 1] = half_to_float(u16(weights >> 16)) * scale;
     }
 }
