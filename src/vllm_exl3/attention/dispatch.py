@@ -1,0 +1,250 @@
+"""Which kernel attends which request of a batch, and with how much scratch.
+
+| query tokens of a request | served by |
+|---|---|
+| 1 to 8 (decoding, verification of drafts) | the read kernel on segments of the context |
+| 9 to 63 over 8192 and more cached tokens | the same, a request at a time |
+| 64 and more over 8192 and more cached tokens | FlashAttention on unpacked stretches |
+| others | the read kernel on the whole context |
+
+The second and third need to know lengths on the host. While a CUDA graph is captured nothing is known there but the
+batch's longest query, so there the first and the last serve all, and a graph's kernels are the same in every replay.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_exl3 import env
+from vllm_exl3.attention.launch import Config, Problem, attend_segments, attend_whole, partial_elements, rows_of
+from vllm_exl3.attention.prefill import FlashAttention, PrefillPlan, attend_long, plan_prefill
+from vllm_exl3.attention.shape import KernelShape
+
+__all__ = ["DECODE_QUERY", "HostBatch", "Int4Attention", "Settings", "sort_requests"]
+
+DECODE_QUERY = 8
+"""Most query tokens of a request that decodes."""
+_LONG_QUERY = 64
+_LONG_CONTEXT = 8192
+_FEW_SEGMENTS = 16
+_MOST_SEGMENTS = 128
+_PROGRAMS_A_MULTIPROCESSOR = 4
+_FLASH_HEAD_SIZE = 256
+_NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What is known of a batch's requests on the host.
+
+    Attributes:
+        decode_query: most query tokens of a request that decodes, 0 if none does.
+        middle: (row, first query token, last + 1, tokens in the cache) of requests of 9 to 63 over a long context.
+        long: the same of requests of 64 and more over a long context.
+        others: whether there are more.
+    """
+
+    decode_query: int
+    middle: list[tuple[int, int, int, int]]
+    long: list[tuple[int, int, int, int]]
+    others: bool
+
+
+def sort_requests(starts: Sequence[int], lengths: Sequence[int]) -> HostBatch:
+    """Sort a batch's requests.
+
+    Args:
+        starts: offsets into the query tokens, one more than requests.
+        lengths: tokens in the cache; exact for requests of more than `DECODE_QUERY` query tokens.
+    """
+    decode, others = 0, False
+    middle: list[tuple[int, int, int, int]] = []
+    long: list[tuple[int, int, int, int]] = []
+    for row, length in enumerate(lengths):
+        first, last = starts[row], starts[row + 1]
+        count = last - first
+        if count <= DECODE_QUERY:
+            decode = max(decode, count)
+        elif length - count < _LONG_CONTEXT:
+            others = True
+        else:
+            (middle if count < _LONG_QUERY else long).append((row, first, last, length))
+    return HostBatch(decode, middle, long, others)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user set.
+
+    Attributes:
+        decode: how decoding is cut; None takes what was measured.
+        prefill: how Triton prefill is cut; None takes what was measured.
+        flash_prefill: whether FlashAttention may prefill.
+        batch_invariant: whether a request's bits must not depend on the rest of its batch.
+    """
+
+    decode: KernelShape | None
+    prefill: KernelShape | None
+    flash_prefill: bool
+    batch_invariant: bool
+
+    @classmethod
+    def from_environment(cls, batch_invariant: bool) -> "Settings":
+        """The environment variables' values.
+
+        Raises:
+            ValueError: one is set to something it does not take.
+        """
+        return cls(env.INT4_DECODE.get(), env.INT4_TILES.get(), env.INT4_FA_PREFILL.get(), batch_invariant)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@dataclass(frozen=True)
+class Int4Attention:
+    """One layer's attention over the int4 cache.
+
+    Attributes:
+        heads: query heads of this rank.
+        kv_heads: KV heads of this rank.
+        head_size: D, a multiple of 8.
+        scale: of the scores.
+        window: a token sees itself and the ``window - 1`` tokens before; 0 sees all.
+        soft_cap: scores become cap·tanh(score/cap) when positive.
+        settings: what the user set.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    scale: float
+    window: int
+    soft_cap: float
+    settings: Settings
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    def decode_config(self, requests: int, max_query: int, device: torch.device) -> Config:
+        """How decoding is cut; depends on nothing that changes between replays of a graph."""
+        rows, block_q, head_blocks = rows_of(self.group, max_query)
+        shape = self.settings.decode or measured_decode_shape(rows, self.head_size)
+        if shape.segments is not None:
+            segments = shape.segments
+        elif self.settings.batch_invariant:
+            segments = _FEW_SEGMENTS
+        else:
+            programs = requests * -(-max_query // block_q) * self.kv_heads * head_blocks
+            wanted = _multiprocessors(device) * _PROGRAMS_A_MULTIPROCESSOR / programs
+            segments = 1
+            while segments < _MOST_SEGMENTS and 2 * segments <= wanted:
+                segments *= 2
+        return Config(shape.tile, shape.warps, segments, shape.stages)
+
+    def prefill_config(self) -> tuple[Config, int]:
+        """How Triton prefill is cut, and its rows."""
+        shape = self.settings.prefill or measured_prefill_shape(self.head_size)
+        assert shape.rows is not None
+        return Config(shape.tile, shape.warps, 1, shape.stages), shape.rows
+
+    def flash_plan(self, output: torch.Tensor) -> PrefillPlan | None:
+        """Sizes of FlashAttention's scratch; None where it does not prefill this layer."""
+        if not self.settings.flash_prefill or self.settings.batch_invariant or self.window:
+            return None
+        if self.head_size > _FLASH_HEAD_SIZE:
+            return None
+        apart = output.dtype != torch.bfloat16
+        return plan_prefill(self.heads, self.kv_heads, self.head_size, _multiprocessors(output.device), apart)
+
+    def reserve(self, max_requests: int, output: torch.Tensor) -> None:
+        """Allocate as much as any batch may need, and free it: a memory profile then counts it."""
+        sizes = [4 * self._scratch_elements(count, output.device) for count in range(1, max_requests + 1)]
+        if (plan := self.flash_plan(output)) is not None:
+            sizes.append(plan.nbytes)
+        torch.empty(max(sizes), dtype=torch.uint8, device=output.device)
+
+    def _scratch_elements(self, requests: int, device: torch.device) -> int:
+        config = self.decode_config(requests, DECODE_QUERY, device)
+        return partial_elements(requests, self.kv_heads, self.group, self.head_size, DECODE_QUERY, config.segments)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor,
+        output: torch.Tensor,
+        sinks: torch.Tensor | None,
+        max_query: int,
+        batch: HostBatch | None,
+        flash_attention: FlashAttention | None,
+    ) -> None:
+        """Attend a batch.
+
+        Args:
+            query: ``[tokens, heads, D]``.
+            cache: uint8 ``[pages, kv_heads, page, D + 8]``.
+            table: int32 ``[requests, pages a request]``.
+            lengths: int32 ``[requests]``.
+            starts: int32 ``[requests + 1]``.
+            output: ``[tokens, heads, D]``.
+            sinks: ``[heads]`` or None.
+            max_query: most query tokens of a request.
+            batch: the batch as the host knows it; None while a graph is captured, or where it is not known.
+            flash_attention: FlashAttention, where it runs.
+        """
+        problem = Problem(query, cache, table, lengths, starts, output, self.scale, self.window, self.soft_cap, sinks)
+        if max_query <= DECODE_QUERY:
+            self._attend_segments(problem, max_query)
+            return
+        plan = self.flash_plan(output) if flash_attention is not None else None
+        if batch is None or self.window or self.settings.batch_invariant:
+            self._attend_segments(problem, DECODE_QUERY)
+            config, rows = self.prefill_config()
+            attend_whole(problem, config, rows, DECODE_QUERY + 1)
+            return
+        if batch.decode_query:
+            self._attend_segments(problem, _next_power_of_two(batch.decode_query))
+        for row, first, last, _ in batch.middle:
+            self._attend_segments(problem.of_request(row), _next_power_of_two(last - first))
+        if batch.others or (batch.long and plan is None):
+            config, rows = self.prefill_config()
+            skip = (DECODE_QUERY + 1, _NEVER if plan is not None else _LONG_QUERY - 1, _LONG_CONTEXT)
+            attend_whole(problem, config, rows, DECODE_QUERY + 1, skip)
+        if batch.long and plan is not None:
+            assert flash_attention is not None
+            scratch = [torch.empty(shape, dtype=dtype, device=query.device) for shape, dtype in plan.shapes]
+            attend_long(problem, batch.long, plan, scratch, flash_attention)
+
+    def _attend_segments(self, problem: Problem, max_query: int) -> None:
+        config = self.decode_config(problem.requests, max_query, problem.query.device)
+        scratch = None
+        if config.segments > 1:
+            elements = partial_elements(
+                problem.requests, self.kv_heads, self.group, self.head_size, max_query, config.segments
+            )
+            scratch = torch.empty(elements, dtype=torch.float32, device=problem.query.device)
+        attend_segments(problem, max_query, config, scratch)
+
+
+def measured_decode_shape(rows: int, head_size: int) -> KernelShape:
+    """The fastest cut of decoding on an H200 (``benchmarks/results/h200/kv.json``)."""
+    warps = 4 if rows <= 16 and head_size <= 256 else 8
+    return KernelShape(None, 128 if head_size <= 256 else 64, warps, None, 6)
+
+
+def measured_prefill_shape(head_size: int) -> KernelShape:
+    """The fastest cut of Triton prefill on an H200 (``benchmarks/results/h200/kv.json``)."""
+    return KernelShape(64, 64 if head_size <= 256 else 32, 8, None, 2)
+
+
+def _next_power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
