@@ -11,10 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
+
 __all__ = [
     "CACHE",
     "CPU_ISA",
     "EMBEDDING_KERNEL",
+    "INT4_DECODE",
+    "INT4_FA_PREFILL",
+    "INT4_KV",
+    "INT4_TILES",
     "LINEAR_KERNEL",
     "MOE_KERNEL",
     "NGRAM_CACHE_MIB",
@@ -82,6 +88,12 @@ def _yes_or_no(text: str) -> bool:
     if text.lower() not in values:
         raise ValueError(f"expected one of {', '.join(values)}")
     return values[text.lower()]
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
 
 
 LINEAR_KERNEL = Variable(
@@ -172,9 +184,49 @@ CACHE = Variable(
     aliases=("VLLM_QUANTPACK_CACHE",),
 )
 
+INT4_KV = Variable(
+    "VLLM_EXL3_INT4_KV",
+    "1",
+    _switch,
+    "Serve vLLM's int4 KV cache (--kv-cache-dtype int4_per_token_head), of any model, with this package's attention; 0 "
+    "leaves vLLM's own in place.",
+    aliases=("VLLM_QUANTPACK_INT4_KV",),
+)
+
+INT4_DECODE = Variable(
+    "VLLM_EXL3_INT4_DECODE",
+    "auto",
+    parse_decode_shape,
+    "How decoding over the int4 KV cache is cut: tile,warps,segments (such as 64,4,auto; segments a power of two from 16 "
+    "to 128, or auto); auto takes what was measured for the shape.",
+    aliases=("VLLM_QUANTPACK_INT4_DECODE",),
+)
+
+INT4_FA_PREFILL = Variable(
+    "VLLM_EXL3_INT4_FA_PREFILL",
+    "1",
+    _switch,
+    "Prefill chunks of 64 and more tokens over 8192 and more cached ones by FlashAttention on keys and values unpacked a "
+    "stretch at a time; 0 leaves them to the Triton kernel.",
+    aliases=("VLLM_QUANTPACK_INT4_FA_PREFILL",),
+)
+
+INT4_TILES = Variable(
+    "VLLM_EXL3_INT4_TILES",
+    "auto",
+    parse_prefill_shape,
+    "How the Triton prefill over the int4 KV cache is cut: rows,tile,warps,stages (such as 64,64,8,2); auto takes what "
+    "was measured.",
+    aliases=("VLLM_QUANTPACK_INT4_TILES",),
+)
+
 VARIABLES: tuple[Variable[object], ...] = (
     LINEAR_KERNEL,  # type: ignore[assignment]
     MOE_KERNEL,
+    INT4_KV,
+    INT4_DECODE,
+    INT4_FA_PREFILL,
+    INT4_TILES,
     EMBEDDING_KERNEL,
     NGRAM_KERNEL,
     NGRAM_TABLE,
