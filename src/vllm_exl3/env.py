@@ -197,8 +197,8 @@ INT4_DECODE = Variable(
     "VLLM_EXL3_INT4_DECODE",
     "auto",
     parse_decode_shape,
-    "How decoding over the int4 KV cache is cut: tile,warps,segments (such as 64,4,auto; segments a power of two from 16 "
-    "to 128, or auto); auto takes what was measured for the shape.",
+    "How decoding over the int4 KV cache is cut: tile,warps,segments (such as 64,4,auto; segments a power of two from "
+    "16 to 128, or auto); auto takes what was measured for the shape.",
     aliases=("VLLM_QUANTPACK_INT4_DECODE",),
 )
 
@@ -206,8 +206,8 @@ INT4_FA_PREFILL = Variable(
     "VLLM_EXL3_INT4_FA_PREFILL",
     "1",
     _switch,
-    "Prefill chunks of 64 and more tokens over 8192 and more cached ones by FlashAttention on keys and values unpacked a "
-    "stretch at a time; 0 leaves them to the Triton kernel.",
+    "Prefill chunks of 64 and more tokens over 8192 and more cached ones by FlashAttention on keys and values unpacked "
+    "a stretch at a time; 0 leaves them to the Triton kernel.",
     aliases=("VLLM_QUANTPACK_INT4_FA_PREFILL",),
 )
 
