@@ -256,6 +256,7 @@ class Exl3Config(QuantizationConfig):
         for where, layer in self.report.built_experts():
             validate_exl3_moe_uva_layer(layer, where)
         self._attach_head()
+        self._embeddings.clear()  # vLLM keeps configs longer than models; this would keep a table with it
         self._source().check(self.pack, self._map_name)
         names = self._names()
         names.draft = is_draft(self.pack, self._claimed)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
@@ -93,6 +94,7 @@ class Exl3EmbeddingMethod(UnquantizedEmbeddingMethod):
         head = Exl3HeadMethod(self.config, where, parts)
         with layer.weight.device:
             head.register_head(layer, layer.params_dtype)
+            record_metadata_for_reloading(layer)  # vLLM noted the layer's parameters when it had built the model
         self.head = head
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
