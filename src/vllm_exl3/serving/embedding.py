@@ -212,12 +212,13 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
         if self.head is not None:
             return self.head.apply(layer.head, x, bias)
         flat = x.reshape(-1, x.shape[-1])
-        rows, step = getattr(layer, self.table.table[0]).shape[0], row_chunk(layer.embedding_dim)
+        # Without the row that a rank beyond the vocabulary keeps.
+        rows, step = layer.shard_indices.num_org_elements, row_chunk(layer.embedding_dim)
         logits = flat.new_zeros((flat.shape[0], layer.num_embeddings_per_partition))
         for start in range(0, rows, step):
             ids = torch.arange(start, min(start + step, rows), device=x.device)
             weight = self._rows(layer, ids, x.dtype)
-            logits[:, start : start + step] = torch.nn.functional.linear(flat, weight)
+            logits[:, start : start + len(ids)] = torch.nn.functional.linear(flat, weight)
         if bias is not None:
             logits = logits + bias
         return logits.view(*x.shape[:-1], -1)
