@@ -1,11 +1,11 @@
 """Launching the read kernels: shapes in, grids and compile-time constants out."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from vllm_exl3.attention.attend import attend_kernel
 from vllm_exl3.attention.layout import content_bytes, rotation_block
@@ -17,6 +17,8 @@ __all__ = ["Config", "Problem", "attend_segments", "attend_whole", "partial_elem
 _LOG2_E = 1.0 / math.log(2.0)
 _NEVER = 2**31 - 1
 _NOTHING = (_NEVER, 0, 0)
+_ASSEMBLES = isinstance(attend_kernel, JITFunction) and torch.version.cuda is not None
+"""Whether kernels may use NVIDIA instructions: not in Triton's interpreter, nor on other GPUs."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +235,9 @@ def _launch(
         SOFT_CAP=problem.soft_cap > 0,
         SPLIT=config.segments > 1,
         RAGGED=queries[1] == _NEVER,
-        ASM=not _interpreted(),
+        ASM=_ASSEMBLES,
         **constants,
         num_warps=config.warps,
         num_stages=config.stages,
         **({"maxnreg": config.registers} if config.registers else {}),
     )
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
