@@ -1,7 +1,7 @@
 """Which files of a pack hold weights, and what to say when they are not all there."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_exl3.pack.errors import Exl3PackError
@@ -11,9 +11,12 @@ from vllm_exl3.pack.source import Source
 if TYPE_CHECKING:
     from vllm_exl3.pack.pack import Pack
 
-__all__ = ["missing_file_fault", "no_trellis_fault", "weight_files"]
+__all__ = ["missing_file_fault", "no_trellis_fault", "sharded_state_fault", "weight_files"]
 
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+
+_SHARDED_STATE = re.compile(r"^model-rank-\d+-part-\d+\.safetensors$")
+"""What vLLM's ShardedStateLoader calls its files by default."""
 
 _OTHER_FORMATS = (
     (".q_weight", "EXL2 (ExLlamaV2)"),
@@ -54,6 +57,24 @@ def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
         expected=f"every file that {wanted[missing[0]]} refers to",
         where=pack.source,
         remedy="Fetch the missing files; if the index is from another revision, fetch the index too.",
+    )
+
+
+def sharded_state_fault(names: Sequence[str], where: str) -> Exl3PackError | None:
+    """The fault of a folder that vLLM saved from a running engine: parameters as one rank holds them, without headers.
+
+    Args:
+        names: the safetensors files.
+        where: the folder.
+    """
+    if not names or not all(_SHARDED_STATE.match(name) for name in names):
+        return None
+    return Exl3PackError(
+        found=f"{names[0]}, which vLLM's save_sharded_state wrote: flat parameters of one rank",
+        expected="the pack, whose tensors say which bit rate, codebook and shape each of them has",
+        where=where,
+        remedy="Serve the pack itself, without --load-format sharded_state. Nothing is repacked while it loads, so "
+        "saved shards would not start faster.",
     )
 
 

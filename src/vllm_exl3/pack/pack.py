@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vllm_exl3.pack import metadata
 from vllm_exl3.pack.assemble import assemble, group_experts
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.files import missing_file_fault, no_trellis_fault, weight_files
+from vllm_exl3.pack.files import missing_file_fault, no_trellis_fault, sharded_state_fault, weight_files
 from vllm_exl3.pack.headers import FileHeader, paused_gc, read_header
 from vllm_exl3.pack.source import LocalFolder, Source
 from vllm_exl3.pack.stored import (
@@ -85,6 +85,8 @@ class Pack:
         self.config: Mapping[str, Any] = self._json("config.json") or {}
         if not names:
             raise no_trellis_fault(files, {}, self.config)
+        if (fault := sharded_state_fault(names, files.label)) is not None:
+            raise fault
         # Parsing holds the interpreter lock: threads help only where a network answers.
         with ThreadPoolExecutor(1 if files.folder else _THREADS) as pool:
             self.files: Mapping[str, FileHeader] = dict(zip(names, pool.map(self._header, names), strict=True))

@@ -40,7 +40,8 @@ from vllm_exl3.serving.models import qwen4_exp
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
-from vllm_exl3.serving.report import Report
+from vllm_exl3.serving.progress import LoadProgress, phase
+from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
 from vllm_exl3.serving.unloaded import watched
 
@@ -61,6 +62,7 @@ _PER_PROCESS = (
     "_names_verified",
     "_source_format",
     "report",
+    "_progress",
 )
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
 
@@ -90,6 +92,7 @@ class Exl3Config(QuantizationConfig):
         self._names_verified = False
         self._source_format: SourceFormat | None = None
         self.report = Report()
+        self._progress = LoadProgress()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -231,10 +234,19 @@ class Exl3Config(QuantizationConfig):
             orig_to_new_suffix={".su": ".suh", ".sv": ".svh"},
         )
 
+    def trellis_arrived(self, trellis: torch.Tensor) -> None:
+        """Note that a stored trellis has been handed over, for the lines that say how far loading is."""
+        if not trellis.is_meta and is_first_rank():
+            self._progress.add(trellis.nbytes, self._claimed_bytes)
+
+    def _claimed_bytes(self) -> int:
+        return sum(self.pack.linears[key].trellis.nbytes for key in self._claimed if key in self.pack.linears)
+
     def layer_ready(self, where: str, layer: torch.nn.Module) -> None:
         """Note a loaded layer; after the last one, make the kernels ready and log the report."""
         if self.report.layer_ready(where, layer, self.pack):
-            self._prepare_kernels(compute_device(layer))
+            with phase("making kernels ready"):
+                self._prepare_kernels(compute_device(layer))
             self.report.publish()
 
     def _prepare_kernels(self, device: torch.device) -> None:

@@ -207,7 +207,9 @@ class Exl3LinearMethod(LinearMethodBase):
             )
         stored = getattr(linear, leaf)
         check_shape(stored, loaded_weight)
-        if leaf != "trellis":
+        if leaf == "trellis":
+            self.config.trellis_arrived(loaded_weight)
+        else:
             check_loaded_scales(stored, loaded_weight)
         self.loaded.add(leaf, index)
         return [slot for slot in self.layout.exl3_slots if slot.part == index]

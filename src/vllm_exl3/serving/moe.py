@@ -268,6 +268,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
 
     def _slot(self, leaf: str, loaded_weight: torch.Tensor, shard_id: str, expert_id: int) -> ExpertSlot | None:
         """Where a loaded tensor goes, after checking that it is the one whose header was read."""
+        if leaf == "trellis":
+            self.config.trellis_arrived(loaded_weight)
         local = self._local[expert_id]
         if local < 0:
             return None

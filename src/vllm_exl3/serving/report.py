@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_exl3.serving.layout import Layout
     from vllm_exl3.serving.moe_layout import ExpertLayout
 
-__all__ = ["Report", "runtime_diagnostics"]
+__all__ = ["Report", "is_first_rank", "runtime_diagnostics"]
 
 logger = logging.getLogger("vllm.exl3")
 _reports: list["Report"] = []
@@ -104,7 +104,7 @@ class Report:
     def publish(self) -> None:
         """Log the block, once a rank group, and keep the report for `runtime_diagnostics`."""
         _reports.append(self)
-        if _is_first_rank():
+        if is_first_rank():
             logger.info("%s", self.text())
 
     def as_dict(self) -> dict[str, Any]:
@@ -232,5 +232,6 @@ def _by_reason(dense: Mapping[str, str], limit: int = 4) -> str:
     return "; ".join(parts) or "none"
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -1,0 +1,144 @@
+"""Ways to load a pack other than reading its files one by one, and what is said meanwhile."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from tests.serving.conftest import PACKS, golden_logits
+from tests.serving.engine import PROMPTS, engine, generate, logits_of
+from tests.serving.test_engine import PHI, up_in_sixteen_bits
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.serving.progress import LoadProgress, phase
+
+ODD, TIED, GEMMA = "llama_odd-4.0-mul1", "llama_tied-2.0-mcg", "gemma2-6.0-mcg"
+QWEN, MIXTRAL, ROW_CODED = "qwen3_moe-3.0-mul1", "mixtral-4.0-3inst", "qwen3-2.25-mul1-emb4"
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+class OneBuffer(DefaultModelLoader):
+    """Hands every tensor over in the same memory, and overwrites it afterwards, as streaming loaders do."""
+
+    def __init__(self, load_config: Any) -> None:
+        load_config.load_format = "safetensors"
+        super().__init__(load_config)
+
+    def get_all_weights(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(1 << 22, dtype=torch.uint8)
+        for name, tensor in super().get_all_weights(*args):
+            # through int8, since float8 and the like have no copy of their own everywhere
+            flat = tensor.contiguous().flatten().view(torch.uint8)
+            lent = buffer[: flat.numel()].copy_(flat).view(tensor.dtype).view(tensor.shape)
+            yield name, lent
+            buffer.fill_(0xFE)
+
+
+@pytest.mark.parametrize("name", [ODD, QWEN, slow(GEMMA), slow(ROW_CODED), slow(MIXTRAL)])
+def test_nothing_is_kept_of_a_buffer_that_a_loader_lends(name: str) -> None:
+    ids, _ = golden_logits(name)
+    with engine(PACKS / name) as llm:
+        expected = logits_of(llm, ids)
+    register_model_loader("one_buffer")(OneBuffer)
+    with engine(PACKS / name, load_format="one_buffer") as llm:
+        torch.testing.assert_close(logits_of(llm, ids), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "runai_streamer"])
+@pytest.mark.slow
+def test_load_formats_give_the_same_logits(load_format: str) -> None:
+    if load_format == "runai_streamer":
+        pytest.importorskip("runai_model_streamer")
+    ids, _ = golden_logits(QWEN)
+    with engine(PACKS / QWEN) as llm:
+        expected = logits_of(llm, ids)
+    with engine(PACKS / QWEN, load_format=load_format) as llm:
+        torch.testing.assert_close(logits_of(llm, ids), expected, rtol=0, atol=0)
+
+
+class Heard(logging.Handler):
+    """Keeps what vLLM and this package say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def lines(self, level: int = logging.INFO) -> list[str]:
+        return [record.getMessage() for record in self.records if record.levelno >= level]
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    handler, logger = Heard(), logging.getLogger("vllm")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+TRACKED = {"enable_weights_track": True}
+
+
+@pytest.mark.parametrize("name", [QWEN, slow(ODD), slow(GEMMA), slow(ROW_CODED), slow(TIED), slow(MIXTRAL)])
+def test_every_parameter_is_reported_as_loaded(name: str, heard: Heard) -> None:
+    with engine(PACKS / name, model_loader_extra_config=TRACKED) as llm:
+        assert generate(llm, [[1, 2, 3]], 2)
+    assert not [line for line in heard.lines(logging.WARNING) if "dtype" in line]
+    assert any(line.startswith("vllm-exl3 loaded 0.00 GiB in ") for line in heard.lines())
+    assert any(line.startswith("vllm-exl3 making kernels ready took ") for line in heard.lines())
+
+
+@pytest.mark.slow
+def test_a_half_dense_layer_is_reported_as_loaded(variant: Callable[..., Path]) -> None:
+    with engine(variant(PHI, up_in_sixteen_bits), model_loader_extra_config=TRACKED) as llm:
+        assert generate(llm, [[1, 2, 3]], 2)
+
+
+def test_a_folder_of_saved_shards_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    for path in (PACKS / ODD).glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    with engine(PACKS / ODD) as llm:
+        llm.llm_engine.engine_core.save_sharded_state(path=str(folder))
+    with (
+        pytest.raises(Exl3PackError, match=r"save_sharded_state wrote.*Serve the pack itself"),
+        engine(folder, load_format="sharded_state"),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_safetensors_are_read_ahead_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(PACKS / ODD) as llm:
+        expected = generate(llm, PROMPTS)
+    with engine(PACKS / ODD, safetensors_load_strategy="eager") as llm:
+        assert generate(llm, PROMPTS) == expected
+
+
+def test_progress_says_bytes_speed_and_what_is_left() -> None:
+    now, lines = [0.0], []
+    progress = LoadProgress(clock=lambda: now[0], log=lines.append)
+    total = 40 << 30
+    for second in range(20):
+        now[0] = float(second)
+        progress.add(2 << 30, lambda: total)
+    assert lines[0] == "vllm-exl3 loading: 12.00 GiB of 40.00 GiB (30%), 2.58 GB/s, 12 s left"
+    assert len(lines) == 4 and lines[-1] == "vllm-exl3 loaded 40.00 GiB in 19.0 s, 2.26 GB/s"
+    progress.add(1 << 30, lambda: 1 << 30)  # a reload counts anew
+    assert lines[-1] == "vllm-exl3 loaded 1.00 GiB in 0.0 s"
+
+
+def test_phases_are_named_when_they_begin_and_end(heard: Heard) -> None:
+    with phase("counting sheep"):
+        assert heard.lines() == ["vllm-exl3 counting sheep"]
+    assert heard.lines()[1].startswith("vllm-exl3 counting sheep took 0.")
