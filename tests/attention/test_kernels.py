@@ -110,7 +110,9 @@ def test_many_equal_weights_do_not_drift() -> None:
         assert error(problem.output, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("size", "page", "inside"), [(64, 16, False), (96, 48, True), (256, 16, True), (80, 528, False)])
+@pytest.mark.parametrize(
+    ("size", "page", "inside"), [(64, 16, False), (96, 48, True), (256, 16, True), (80, 528, False)]
+)
 def test_write(size: int, page: int, inside: bool) -> None:
     generator = torch.Generator().manual_seed(size)
     keys, values = torch.randn(2, 12, 2, size, generator=generator)
