@@ -39,9 +39,10 @@ MMA_TILES = (64, 128)
 TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs, for every tile."""
 
-_PAIR_THREADS, _BARRIERS, _CHUNK, _WEIGHT_PAD = 256, 512, 32, 32
+_PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
+_STAGING = 2 * 32 * (BLOCK + 4) * 4 + 256 * 4 + BLOCK * 2  # of prefill_tile.cuh
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
-_TRANSFORM_ROWS, _TRANSFORM_BLOCKS = 8, 2
+_TRANSFORM_ROWS, _TRANSFORM_HELD = 8, 16  # rows of a block, and 128-blocks that it keeps in registers
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
 
@@ -189,10 +190,10 @@ def _place(
 
 
 def _transform_grid(rows: int, in_features: int, limits: GpuLimits) -> tuple[int, int]:
-    groups, parts = -(-rows // _TRANSFORM_ROWS), 1
-    while (
-        parts < 8 and groups * parts < _TRANSFORM_BLOCKS * limits.multiprocessors and 4 * parts <= in_features // BLOCK
-    ):
+    """Parts of k, so many that a part stays in registers, and more where rows alone do not fill the GPU; row groups."""
+    groups, blocks = -(-rows // _TRANSFORM_ROWS), in_features // BLOCK
+    parts = min(8, -(-blocks // _TRANSFORM_HELD))
+    while 2 * parts <= 8 and groups * parts < limits.multiprocessors and 8 * parts <= blocks:
         parts *= 2
     return parts, groups
 
@@ -240,7 +241,7 @@ def plan_prefill(
 
     pairs = chosen_kernel.pairs
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
-    fixed = _BARRIERS + pairs * _CHUNK * (BLOCK + 4) * 4
+    fixed = _BARRIERS + pairs * _STAGING
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + tokens * 128))
     partial_stride = tokens // 8 * _PAIR_THREADS

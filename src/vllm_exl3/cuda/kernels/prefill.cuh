@@ -28,42 +28,69 @@ struct UnitRing {
     }
 };
 
+// Where the units of a segment lie, and how they are fetched.
+template <class S>
+struct UnitSource {
+    static constexpr u32 share = S::activation_bytes / S::CLUSTER;  // of a unit's activations, that this block brings to all
+    const u8* weights;
+    const u8* activations;
+    u64 pitch;                 // bytes from one k-tile row to the next
+    u32 bytes, row_bytes;      // of a k-tile row: what there is, and its place in the ring
+    u32 weight_bytes, offset;  // of a unit's weights in the ring; of the block's share of the activations behind them
+
+    __device__ __forceinline__ UnitSource(const PrefillArgs& args, const PrefillSegment& segment, u32 rank) {
+        const PrefillShard& shard = args.shards[segment.shard];
+        const u32 strip_bytes = 8 * 16 * shard.half_bits, blocks = shard.out_features / STRIP;
+        // Beyond the shard's last Hadamard block, a block of the cluster repeats it and a pair has nothing.
+        const u32 block = min(S::STRIPS * segment.strip + S::PAIRS * rank, blocks - 1);
+        bytes = min(u32(S::PAIRS), blocks - block) * strip_bytes, row_bytes = S::PAIRS * strip_bytes + WEIGHT_PAD;
+        pitch = static_cast<u64>(blocks) * strip_bytes;
+        weights = reinterpret_cast<const u8*>(shard.trellis) + 4 * segment.begin * pitch + block * strip_bytes;
+        weight_bytes = args.weight_bytes, offset = rank * share;
+        activations = args.activations + offset + S::activation_bytes *
+            static_cast<u64>((segment.shard * args.row_tiles + segment.row_tile) * (args.in_features / UNIT_IN) + segment.begin);
+    }
+    __device__ __forceinline__ void fetch_weights(const UnitRing& ring) {
+        const u32 barrier = ring.full + 8 * ring.slot;
+        if (one_lane()) {
+            mbarrier_expect(barrier, 4 * bytes + S::activation_bytes);
+#pragma unroll
+            for (int row = 0; row < 4; ++row) copy_to_shared(ring.at + row * row_bytes, weights + row * pitch, bytes, barrier);
+        }
+        weights += 4 * pitch;
+    }
+    __device__ __forceinline__ void fetch_activations(const UnitRing& ring) {
+        const u32 barrier = ring.full + 8 * ring.slot, target = ring.at + weight_bytes + offset;
+        if (one_lane()) {
+            if constexpr (S::CLUSTER == 1) copy_to_shared(target, activations, share, barrier);
+            else copy_to_cluster(target, activations, share, barrier, (1 << S::CLUSTER) - 1);
+        }
+        activations += S::activation_bytes;
+    }
+};
+
 // Fetches every unit of the cluster's segments. One warp.
 template <class S>
 __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, u32 rank) {
-    constexpr u32 share = S::activation_bytes / S::CLUSTER;
     PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
     PrefillSegment segment;
-    const u32 depth = args.in_features / UNIT_IN;
-    bool waited = false;
     ring.phase = 1;  // the first round finds empty slots
-    while (walk.next(args, segment)) {
-        const PrefillShard& shard = args.shards[segment.shard];
-        const u32 strip_bytes = 8 * 16 * shard.half_bits, row_bytes = S::PAIRS * strip_bytes, blocks = shard.out_features / STRIP;
-        const u64 pitch = static_cast<u64>(blocks) * strip_bytes;
-        // Beyond the shard's last Hadamard block, a block of the cluster repeats it and a pair has nothing.
-        const u32 block = min(S::STRIPS * segment.strip + S::PAIRS * rank, blocks - 1), bytes = min(u32(S::PAIRS), blocks - block) * strip_bytes;
-        const u8* weights = reinterpret_cast<const u8*>(shard.trellis) + 4 * segment.begin * pitch + block * strip_bytes;
-        const u8* activations = args.activations + rank * share +
-            static_cast<u64>((segment.shard * args.row_tiles + segment.row_tile) * depth + segment.begin) * S::activation_bytes;
-        for (u32 unit = segment.begin; unit < segment.end; ++unit) {
-            mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);
-            const u32 barrier = ring.full + 8 * ring.slot;
-            if (one_lane()) {
-                mbarrier_expect(barrier, 4 * bytes + S::activation_bytes);
-#pragma unroll
-                for (int row = 0; row < 4; ++row)
-                    copy_to_shared(ring.at + row * (row_bytes + WEIGHT_PAD), weights + row * pitch, bytes, barrier);
-            }
+    for (bool first = true; walk.next(args, segment); first = false) {
+        UnitSource<S> source(args, segment, rank);
+        u32 unit = segment.begin;
+        if (first) {
             // Weights never change; all else is written by the kernel ahead.
-            if (!waited) wait_for_previous(), waited = true;
-            if (one_lane()) {
-                const u32 target = ring.at + args.weight_bytes + rank * share;
-                if constexpr (S::CLUSTER == 1) copy_to_shared(target, activations, share, barrier);
-                else copy_to_cluster(target, activations, share, barrier, (1 << S::CLUSTER) - 1);
-            }
-            weights += 4 * pitch, activations += S::activation_bytes;
-            ring.next();
+            const u32 ahead = min(ring.stages, segment.end - unit);
+            UnitRing early = ring;
+            for (u32 i = 0; i < ahead; ++i, early.next()) source.fetch_weights(early);
+            wait_for_previous();
+            for (u32 i = 0; i < ahead; ++i, ring.next()) source.fetch_activations(ring);
+            unit += ahead;
+        }
+        for (; unit < segment.end; ++unit, ring.next()) {
+            mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);
+            source.fetch_weights(ring);
+            source.fetch_activations(ring);
         }
     }
 }
@@ -71,7 +98,7 @@ __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, 
 struct PrefillBlock {
     const PrefillArgs& args;
     UnitRing ring;
-    float* staging;   // shared [CHUNK][OUTPUT_PITCH], the pair's
+    Staging& staging; // shared, the pair's
     u32* last;        // shared, the pair's
     u32 place;        // which Hadamard block of the strip is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
@@ -79,12 +106,13 @@ struct PrefillBlock {
     __device__ __forceinline__ void sync() const { sync_threads(1 + pair, PAIR_THREADS); }
 };
 
-// Starts a product and waits for the one before it. A is complete before it and `words` are read after it.
+// Starts a product and waits for the one before it. A is complete before it and `words` are read after it. `b` is the low
+// word of B's descriptor, whose address moves without a carry.
 template <int TOKENS, int WORDS>
-__device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4], u64 b, u32 (&words)[WORDS]) {
+__device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4], u32 b, u32 (&words)[WORDS]) {
     asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
     warpgroup_fence();
-    WarpgroupMma<TOKENS>::run(sums, a, b);
+    WarpgroupMma<TOKENS>::run(sums, a, matrix_descriptor<0>(0) | b);
     warpgroup_commit();
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 #pragma unroll
@@ -113,13 +141,14 @@ __device__ __forceinline__ void consume(PrefillBlock& block, const PrefillSegmen
     float sums[TOKENS / 2] = {};
     u32 even[4], odd[4], words[K::Window::words];
     UnitRing& ring = block.ring;
+    fetch_scales<S>(block, segment);
     mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
     load_unit<K, S::PAIRS>(words, block);
     decode_product<K, 0>(even, words);
     u32 before = 0;  // the empty barrier of the unit before, whose last product is still in flight
     for (u32 left = segment.end - segment.begin; left != 0; --left) {
         // In a cluster a shared address names its block above bit 24, where a descriptor has other things.
-        const u64 b = matrix_descriptor<TOKENS * 16>((ring.at + block.args.weight_bytes) & 0x3ffff);
+        const u32 b = u32(matrix_descriptor<TOKENS * 16>((ring.at + block.args.weight_bytes) & 0x3ffff));
         multiply<TOKENS>(sums, even, b, words);
         if (before) release<S::CLUSTER>(before, block.lane);
         decode_product<K, 1>(odd, words);
@@ -167,10 +196,10 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         wait_for_previous();
-        PrefillBlock block{args, ring};
-        block.pair = (warp - PRODUCERS / 32) / PAIR_WARPS, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
+        const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
+        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES)};
+        block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
-        block.staging = reinterpret_cast<float*>(memory + BARRIER_BYTES + block.pair * STAGING_BYTES);
         block.last = reinterpret_cast<u32*>(memory) + block.pair;
         PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
         PrefillSegment segment;

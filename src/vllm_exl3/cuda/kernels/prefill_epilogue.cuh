@@ -1,10 +1,27 @@
 // The end of a tile: clusters that share it are added up; then output Hadamard, the row's scale, svh, bias, crop and cast.
 //
-// `Block` is the state of the 256 threads that hold a Hadamard block: args, staging (shared [CHUNK][OUTPUT_PITCH]), last
-// (shared), place (which Hadamard block of the strip), warp, lane, thread among them, and sync().
+// `Block` is the state of the 256 threads that hold a Hadamard block: args, staging, last (shared), place (which Hadamard
+// block of the strip), warp, lane, thread among them, and sync().
 #pragma once
 #include "hadamard.cuh"
 #include "prefill_tile.cuh"
+
+__device__ __forceinline__ void copy_async(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+// Starts to fetch what the end of the tile needs: it must not wait for memory then.
+template <class S, class Block>
+__device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment& segment) {
+    const PrefillArgs& args = block.args;
+    const PrefillShard& shard = args.shards[segment.shard];
+    const u32 row = segment.row_tile * S::TOKENS + block.thread, strip = S::STRIPS * segment.strip + block.place;
+    if (block.thread < S::TOKENS && row < args.rows)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&block.staging.undo[block.thread])),
+                     "l"(args.scales + segment.shard * args.rows + row) : "memory");
+    if (block.thread < STRIP / 8 && strip < shard.out_features / STRIP)
+        copy_async(shared_address(&block.staging.svh[8 * block.thread]), shard.svh + strip * STRIP + 8 * block.thread);
+}
 
 // Adds what all clusters of a tile have, in the order of k, in the one that arrives last; elsewhere returns false.
 template <class S, class Block>
@@ -37,40 +54,6 @@ __device__ __forceinline__ bool add_clusters(float (&sums)[S::TOKENS / 2], Block
         }
     }
     return true;
-}
-
-// Four neighbouring channels of one row times `scale`: svh and bias, then the returned columns are stored.
-__device__ __forceinline__ void store_channels(const PrefillArgs& args, const PrefillShard& shard, float (&v)[4], float scale, u32 column,
-                                               u32 row, bool whole) {
-    const uint2 svh = *reinterpret_cast<const uint2*>(shard.svh + column);
-    const u16 factors[4] = {u16(svh.x), u16(svh.x >> 16), u16(svh.y), u16(svh.y >> 16)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 kept = column + i - shard.crop_start;  // wraps below the crop, so one comparison serves both ends
-        v[i] = v[i] * scale * half_to_float(factors[i]);
-        if (args.bias != nullptr && kept < shard.crop_size) v[i] += load_element(args.bias, shard.out_column + kept, args.bias_type);
-    }
-    const i64 at = row * args.out_stride + shard.out_column;
-    if (whole) {
-        const u32 kept = column - shard.crop_start;
-        if (args.out_type == F32) {
-            *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at + kept) = make_float4(v[0], v[1], v[2], v[3]);
-            return;
-        }
-        u32 words[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
-            else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[2 * i + 1]), "f"(v[2 * i]));
-        }
-        *reinterpret_cast<uint2*>(static_cast<u16*>(args.out) + at + kept) = make_uint2(words[0], words[1]);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 kept = column + i - shard.crop_start;
-        if (kept < shard.crop_size) store_element(args.out, at + kept, args.out_type, v[i]);
-    }
 }
 
 // A lane's part of a token: channels 4·(lane & 7) + 32·j + 0..3 for j = 0..3. H128 over all but the channel's bit 3, which the
@@ -114,46 +97,107 @@ __device__ __forceinline__ void stage_tokens(const float* sums, u32 address) {
     }
 }
 
+// The lane's part of a row: channels column + 32·j + 0..3 of the strip's stored ones.
+struct RowPart {
+    const PrefillArgs& args;
+    const PrefillShard& shard;
+    u32 column;
+    bool whole;  // all columns are returned, and vectors of them are aligned
+
+    __device__ __forceinline__ RowPart(const PrefillArgs& args, const PrefillShard& shard, u32 strip, u32 place)
+        : args(args), shard(shard), column(strip * STRIP + place) {
+        whole = strip * STRIP >= shard.crop_start && strip * STRIP + STRIP <= shard.crop_start + shard.crop_size &&
+            ((args.out_stride | shard.out_column | shard.crop_start) & 3) == 0 && reinterpret_cast<u64>(args.out) % 16 == 0;
+    }
+    __device__ __forceinline__ void add_bias(float (&v)[4][4]) const {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 kept = column + 32 * j + i - shard.crop_start;  // wraps below the crop: one comparison serves both ends
+                if (kept < shard.crop_size) v[j][i] += load_element(args.bias, shard.out_column + kept, args.bias_type);
+            }
+    }
+    __device__ __forceinline__ void store(const float (&v)[4][4], u32 row) const {
+        const i64 at = row * args.out_stride + shard.out_column;
+        if (!whole) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u32 kept = column + 32 * j + i - shard.crop_start;
+                    if (kept < shard.crop_size) store_element(args.out, at + kept, args.out_type, v[j][i]);
+                }
+            return;
+        }
+        const i64 first = at + (column - shard.crop_start);
+        if (args.out_type == F32) {
+            float4* to = reinterpret_cast<float4*>(static_cast<float*>(args.out) + first);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to[8 * j] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+            return;
+        }
+        uint2* to = reinterpret_cast<uint2*>(static_cast<u16*>(args.out) + first);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 words[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[j][2 * i + 1]), "f"(v[j][2 * i]));
+                else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[j][2 * i + 1]), "f"(v[j][2 * i]));
+            }
+            to[8 * j] = make_uint2(words[0], words[1]);
+        }
+    }
+};
+
 template <class S, class Block>
 __device__ __forceinline__ void finish_tile(float (&sums)[S::TOKENS / 2], Block& block, const PrefillSegment& segment) {
     const PrefillArgs& args = block.args;
+    asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
     if (!segment.complete && !add_clusters<S>(sums, block, segment)) return;
     const PrefillShard& shard = args.shards[segment.shard];
     const u32 strip = S::STRIPS * segment.strip + block.place;
     if (strip >= shard.out_features / STRIP) return;  // a cluster's blocks beyond the shard's last
     const u32 first_row = segment.row_tile * S::TOKENS, rows = min(u32(S::TOKENS), args.rows - first_row);
     const int lane = block.lane, place = 4 * (lane & 7);
-    const u32 column = strip * STRIP + place;
-    const bool whole = column - place >= shard.crop_start && column - place + STRIP <= shard.crop_start + shard.crop_size &&
-        ((args.out_stride | shard.out_column | shard.crop_start) & 3) == 0 && reinterpret_cast<u64>(args.out) % 16 == 0;
-    const float* scales = args.scales + segment.shard * args.rows + first_row;
+    const RowPart part(args, shard, strip, place);
+    Staging& staging = block.staging;
 #pragma unroll
     for (int j = 0; j < S::TOKENS / 2; j += 4) {  // the step of channel bit 3
         const float a = sums[j], b = sums[j + 1];
         sums[j] = a + sums[j + 2], sums[j + 1] = b + sums[j + 3];
         sums[j + 2] = a - sums[j + 2], sums[j + 3] = b - sums[j + 3];
-        asm volatile("" : "+f"(sums[j]), "+f"(sums[j + 1]), "+f"(sums[j + 2]), "+f"(sums[j + 3]));  // one group after the other
     }
-    const u32 staged = shared_address(block.staging + 2 * (lane & 3) * OUTPUT_PITCH + 16 * block.warp + (lane >> 2));
+    const u32 staged = shared_address(&staging.outputs[0][2 * (lane & 3)][16 * block.warp + (lane >> 2)]);
 #pragma unroll 1
     for (u32 chunk = 0; chunk * CHUNK < rows; ++chunk) {
-        block.sync();
+        const u32 half = chunk & 1;
 #pragma unroll
         for (int c = 0; c < S::TOKENS / CHUNK; ++c)  // registers have no run-time index
-            if (c == chunk) stage_tokens<0>(sums + c * (CHUNK / 2), staged);
+            if (c == chunk) stage_tokens<0>(sums + c * (CHUNK / 2), staged + half * u32(sizeof(staging.outputs[0])));
         block.sync();
         const u32 token = 4 * block.warp + (lane >> 3), row = chunk * CHUNK + token;
-        const float scale = row < rows ? scales[row] * HADAMARD_SCALE : 0.0f;
+        const float scale = row < rows ? staging.undo[row] * HADAMARD_SCALE : 0.0f;
         float v[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float4 part = *reinterpret_cast<const float4*>(block.staging + token * OUTPUT_PITCH + place + 32 * j);
-            v[j][0] = part.x, v[j][1] = part.y, v[j][2] = part.z, v[j][3] = part.w;
+            const float4 values = *reinterpret_cast<const float4*>(&staging.outputs[half][token][place + 32 * j]);
+            v[j][0] = values.x, v[j][1] = values.y, v[j][2] = values.z, v[j][3] = values.w;
         }
         hadamard_rest(v, lane);
-        if (row < rows)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) store_channels(args, shard, v[j], scale, column + 32 * j, first_row + row, whole);
+        for (int j = 0; j < 4; ++j) {
+            const uint2 svh = *reinterpret_cast<const uint2*>(&staging.svh[place + 32 * j]);
+            const u16 factors[4] = {u16(svh.x), u16(svh.x >> 16), u16(svh.y), u16(svh.y >> 16)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[j][i] = v[j][i] * scale * half_to_float(factors[i]);
+        }
+        if (row < rows) {
+            if (args.bias != nullptr) part.add_bias(v);
+            part.store(v, first_row + row);
+        }
         __syncwarp();
     }
+    block.sync();  // the next tile's first chunk goes where this one's last may be
 }

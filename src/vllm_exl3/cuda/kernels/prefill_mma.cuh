@@ -10,17 +10,13 @@
 struct MmaBlock {
     const PrefillArgs& args;
     u32 ring, stride;   // shared address of the first slot, bytes of a slot
-    float* staging;     // shared [CHUNK][OUTPUT_PITCH]
+    Staging& staging;   // shared
     u32* last;          // shared
     u32 place;          // always 0: a strip is one Hadamard block
     int warp, lane, thread;
 
     __device__ __forceinline__ void sync() const { __syncthreads(); }
 };
-
-__device__ __forceinline__ void copy_async(u32 target, const u8* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
 
 // The units of a segment on their way into the ring.
 template <class K, class S>
@@ -79,7 +75,8 @@ __device__ __forceinline__ void multiply_segment(MmaBlock& block, const PrefillS
     MmaSource<K, S> source(args, segment);
     const u32 count = segment.end - segment.begin;
     float sums[S::TOKENS / 2] = {};
-    __syncthreads();  // the segment before has read its last units and outputs
+    __syncthreads();  // the segment before has read its last units
+    fetch_scales<S>(block, segment);
     for (u32 unit = 0; unit + 1 < args.stages; ++unit) {
         if (unit < count) source.copy(block);
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -114,10 +111,9 @@ __device__ __forceinline__ void dispatch_mma(PrefillKinds<Ks...>, MmaBlock& bloc
 template <class S, class List>
 __device__ __forceinline__ void prefill_mma(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
-    MmaBlock block{args};
+    MmaBlock block{args, 0, 0, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES)};
     block.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), block.lane = threadIdx.x & 31, block.thread = threadIdx.x, block.place = 0;
     block.last = reinterpret_cast<u32*>(memory);
-    block.staging = reinterpret_cast<float*>(memory + BARRIER_BYTES);
     block.ring = shared_address(memory) + BARRIER_BYTES + STAGING_BYTES, block.stride = args.weight_bytes + S::activation_bytes;
     let_next_start();
     wait_for_previous();

@@ -8,7 +8,15 @@ constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;  // that hold one 
 constexpr u32 WEIGHT_PAD = 32;  // bytes after each k-tile's row: makes the lanes' reads free of bank conflicts
 constexpr int CHUNK = 32;       // tokens whose outputs are in shared memory at once
 constexpr u32 OUTPUT_PITCH = STRIP + 4;
-constexpr u32 BARRIER_BYTES = 512, STAGING_BYTES = CHUNK * OUTPUT_PITCH * 4;  // the latter a pair
+constexpr u32 BARRIER_BYTES = 512;
+
+// Shared memory of the end of a tile, one a pair of warpgroups. A chunk is read from one half while the next is written.
+struct Staging {
+    float outputs[2][CHUNK][OUTPUT_PITCH];
+    float undo[256];  // of the tile's rows
+    u16 svh[STRIP];
+};
+constexpr u32 STAGING_BYTES = sizeof(Staging);
 
 // Tokens of a tile; pairs of warpgroups a block and blocks a cluster, which share the activations.
 template <int TOKENS_, int PAIRS_, int CLUSTER_>
