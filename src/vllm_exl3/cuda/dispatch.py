@@ -2,7 +2,8 @@
 
 The table is data (``dispatch.json``): for each architecture the crossovers that ``benchmarks/gpu_linear.py --tune``
 measured. A GPU without an entry takes the model of `modelled`. There are three classes at most (identity, fp16 in the
-narrow kernel, fp16 in the warpgroup kernel): inside one, a row's bits do not depend on the other rows.
+narrow kernel, fp16 in the warpgroup kernel) below the prefill kernel: inside one, a row's bits do not depend on the
+other rows. How the prefill kernel cuts k, and so the order of its sums, depends on the number of rows as well.
 """
 
 import functools
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["Crossover", "batch_invariant", "choose_form", "crossover", "modelled", "warpgroups"]
+__all__ = ["Crossover", "batch_invariant", "choose_form", "crossover", "modelled", "prefill_from", "warpgroups"]
 
 _NARROW = 16
 """The largest number of tokens that the kernels of mma.sync take in one tile."""
@@ -59,6 +60,18 @@ def crossover(architecture: str) -> Crossover:
     if entry is None:
         return modelled()
     return Crossover(mul1=int(str(entry["mul1"])), halves=int(str(entry["halves"])), measured=str(entry["gpu"]))
+
+
+_MODELLED_PREFILL = 49
+"""Tokens from which on the prefill kernel is modelled to win: four tiles of the narrow kernel
+cost more than one of it."""
+
+
+@functools.cache
+def prefill_from(architecture: str) -> int:
+    """The smallest number of tokens that the prefill kernel serves."""
+    entry = _table().get(architecture)
+    return int(str(entry["prefill"])) if entry else _MODELLED_PREFILL
 
 
 def batch_invariant() -> bool:

@@ -1,0 +1,233 @@
+"""The GPU linear for many tokens: is it right, how fast is it, which tile suits, where are cliffs.
+
+    python benchmarks/gpu_prefill.py --check                    against float64
+    python benchmarks/gpu_prefill.py --time --out FILE          whole linears as dispatched, and cuBLAS bf16
+    python benchmarks/gpu_prefill.py --tiles --out FILE         every tile of the prefill kernel
+    python benchmarks/gpu_prefill.py --reconstruct --out FILE   dense weights decoded before cuBLAS
+    python benchmarks/gpu_prefill.py --cliffs --out FILE        neighbouring numbers of tokens
+
+A timing is one whole linear (transform, GEMM, Hadamards, svh, cast) inside a replayed CUDA graph that goes round over
+more weight copies than the L2 holds; the median of several replays. Inputs are random, never zeros.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from gpu_linear_checks import Checks
+from gpu_prefill_checks import check_all
+
+from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct, runtime
+from vllm_exl3.cuda.prefill_plan import TILES, PrefillArgs, plan_prefill
+from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
+from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.results import write_results
+
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
+LOOP_TFLOPS = 927.0
+"""What a loop of products with mul1 decoding reached without loads on an H200 (docs/kernels-gpu.md)."""
+
+Row = dict[str, object]
+
+
+def check(seed: int) -> bool:
+    """All checks on fresh random inputs; prints the worst errors and every failure."""
+    checks = Checks()
+    check_all(checks, seed)
+    for group, error in sorted(checks.worst.items()):
+        print(f"  {group:24s} worst relative error {error:.2e}")
+    for failure in checks.failed[:20]:
+        print("FAILED", failure)
+    print(f"{checks.done} checks, {len(checks.failed)} failed, seed {seed}", flush=True)
+    return not checks.failed
+
+
+class Bench:
+    """Times linears and keeps a row of each, and what cuBLAS takes for the same shape.
+
+    Args:
+        arguments: the command line's.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rows: list[Row] = []
+        self._buffer = random_trellis(600_000_000)
+        self._dense: dict[tuple[int, int, int], float] = {}
+        self._started = time.perf_counter()
+
+    def cells(self) -> Iterator[tuple[Rotation, int, int, int]]:
+        """(weights, codebook, half_bits, tokens) of every cell asked for, until the time is over."""
+        for shape in self.arguments.shapes:
+            for codebook in self.arguments.codebooks:
+                for bits in self.arguments.bits:
+                    rotation = Rotation(shape, round(2 * bits), codebook, self._buffer)
+                    linear.prepare([(tuple(rotation.layout), shape[0])], torch.device("cuda"))
+                    for rows in self.arguments.rows:
+                        if time.perf_counter() - self._started > self.arguments.seconds:
+                            print("out of time", flush=True)
+                            return
+                        yield rotation, codebook, round(2 * bits), rows
+
+    def dense(self, shape: tuple[int, int], rows: int) -> float:
+        """Microseconds of cuBLAS bf16."""
+        key = (*shape, rows)
+        if key not in self._dense:
+            self._dense[key] = cublas_us(shape, rows)
+            self.rows.append({
+                "kernel": "cublas_bf16", "in": shape[0], "out": shape[1], "m": rows, "us": round(self._dense[key], 2),
+                "tflops": _tflops(shape, rows, self._dense[key]),
+            })  # fmt: skip
+        return self._dense[key]
+
+    def add(self, kernel: str, rotation: Rotation, rows: int, mode: str, call: Callable[[int], object]) -> None:
+        """Time one way to compute a cell."""
+        us = replayed(call, rotation.copies, self.arguments.repeats)
+        shard = rotation.shard
+        shape = (shard.in_features, shard.out_features)
+        limit = max(limit_us(shape, shard.half_bits), 2e-6 * shape[0] * shape[1] * rows / LOOP_TFLOPS)
+        self.rows.append({
+            "kernel": kernel, "in": shape[0], "out": shape[1], "m": rows, "bits": shard.half_bits / 2,
+            "codebook": Codebook(shard.codebook).label, "mode": mode, "us": round(us, 2),
+            "tflops": _tflops(shape, rows, us), "limit_us": round(limit, 2),
+        })  # fmt: skip
+        bf16 = self.dense(shape, rows)
+        cell = (
+            f"{shape[0]:5d}×{shape[1]:<5d} {Codebook(shard.codebook).label:5s} K={shard.half_bits / 2:<3g} M={rows:<5d}"
+        )
+        print(
+            f"{cell} {kernel:11s} {mode:12s} {us:8.1f} µs {_tflops(shape, rows, us):4.0f} TF bf16/it {bf16 / us:5.2f}",
+            flush=True,
+        )
+
+
+def _tflops(shape: tuple[int, int], rows: int, us: float) -> float:
+    return round(2e-6 * shape[0] * shape[1] * rows / us, 1)
+
+
+def _input(rotation: Rotation, rows: int) -> torch.Tensor:
+    return torch.randn(rows, rotation.shard.in_features, device="cuda", dtype=torch.float16)
+
+
+def time_dispatched(bench: Bench) -> None:
+    """Whole linears as they are served."""
+    limits = runtime.device(torch.cuda.current_device()).limits
+    for rotation, codebook, _, rows in bench.cells():
+        x = _input(rotation, rows)
+        if prefill.serves((rotation.shard,), rows, limits):
+            plan = plan_prefill(
+                (rotation.shard,), min(rows, prefill.window_rows((rotation.shard,))), x.shape[1], limits
+            )
+            mode = f"prefill{PrefillArgs.from_buffer_copy(plan.arguments).tile_rows}"
+        else:
+            mode = dispatch.choose_form(frozenset({codebook}), rows, limits.architecture).name
+        bench.add("native", rotation, rows, mode, lambda i: rotation_linear(rotation, x, i))  # noqa: B023
+
+
+def rotation_linear(rotation: Rotation, x: torch.Tensor, index: int) -> torch.Tensor:
+    """One linear with the weights' copy ``index``."""
+    return linear.linear(x, rotation.trellis[index], rotation.suh, rotation.svh, None, rotation.layout)
+
+
+def time_tiles(bench: Bench) -> None:
+    """Every tile that may suit."""
+    for rotation, _, _, rows in bench.cells():
+        x, shard = _input(rotation, rows), rotation.shard
+        out = x.new_empty((rows, shard.out_features))
+        for tokens in TILES:
+            if tokens >= 2 * max(rows, 64) or (rows > 512 and tokens < 128):
+                continue
+
+            def call(i: int) -> None:
+                prefill.prefill(
+                    x, rotation.trellis[i], rotation.suh, rotation.svh, None, (shard,), out, tokens=tokens  # noqa: B023
+                )  # fmt: skip
+
+            bench.add("native", rotation, rows, f"prefill{tokens}", call)
+
+
+def time_reconstruct(bench: Bench) -> None:
+    """Dense weights decoded to bounded scratch, then cuBLAS, in float16."""
+    for rotation, _, _, rows in bench.cells():
+        x = _input(rotation, rows)
+
+        def call(i: int) -> torch.Tensor:
+            return reconstruct.linear(x, rotation.trellis[i], rotation.suh, rotation.svh, None, rotation.layout)  # noqa: B023
+
+        bench.add("reconstruct", rotation, rows, "", call)
+
+
+def cliffs(rows: list[Row]) -> list[str]:
+    """Neighbours of which the larger batch is much faster or slower than its size says."""
+    found = []
+    cells: dict[tuple[object, ...], list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["kernel"] == "native":
+            key = (row["in"], row["out"], row["bits"], row["codebook"])
+            cells.setdefault(key, []).append((int(str(row["m"])), float(str(row["us"]))))
+    for key, times in cells.items():
+        times.sort()
+        for (m1, t1), (m2, t2) in itertools.pairwise(times):
+            if t2 < 0.9 * t1 or t2 > 1.1 * t1 * max(1.0, m2 / m1):
+                found.append(f"{key}: {m1} → {m2} tokens take {t1:.1f} → {t2:.1f} µs")
+    return found
+
+
+def _shape(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    return int(width), int(height)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("check", "time", "tiles", "reconstruct", "cliffs"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop timing after this long")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--shapes", type=_shape, nargs="*", default=list(SHAPES))
+    parser.add_argument("--bits", type=float, nargs="*", default=[2, 3, 4, 6])
+    parser.add_argument("--rows", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--codebooks", type=int, nargs="*", default=[2, 1, 0])
+    parser.add_argument("--keep", action="store_true", help="add to the file's rows instead of replacing them")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "little")
+    good = check(seed) if arguments.check else True
+    if not (arguments.time or arguments.tiles or arguments.reconstruct or arguments.cliffs):
+        return 0 if good else 1
+    bench = Bench(arguments)
+    if arguments.cliffs:
+        arguments.rows = sorted(
+            {m + d for m in (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048) for d in (-1, 0, 1)} - {0}
+        )
+    for wanted, subject in (
+        (arguments.time or arguments.cliffs, time_dispatched),
+        (arguments.tiles, time_tiles),
+        (arguments.reconstruct, time_reconstruct),
+    ):
+        if wanted:
+            subject(bench)
+    if arguments.cliffs:
+        for cliff in cliffs(bench.rows):
+            print("cliff", cliff)
+    if arguments.out and bench.rows:
+        facts = {
+            "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+        write_results(arguments.out, bench.rows, machine="h200", command=" ".join(sys.argv), facts=facts,
+                      replaces=lambda row: not arguments.keep)  # fmt: skip
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    assert importlib.util.find_spec("cuda.bindings"), "cuda-bindings is missing"
+    sys.exit(main())

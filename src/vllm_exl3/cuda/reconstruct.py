@@ -1,0 +1,104 @@
+"""The linear op by way of dense weights: decoded to bounded scratch, multiplied by cuBLAS.
+
+What others do for many tokens. Here it is the oracle on a GPU and the yardstick of the prefill kernel, which decodes
+inside the product; it is chosen by name only. Decoded weights are rounded to x's dtype, which costs bfloat16 about
+2e-3 of relative error.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from vllm_exl3 import env
+from vllm_exl3.cuda import runtime
+from vllm_exl3.cuda.geometry import ShardArgs
+from vllm_exl3.cuda.linear import dequantize_instance
+from vllm_exl3.ops.linear import split_shards
+from vllm_exl3.ops.shards import Shard, cached_shards
+from vllm_exl3.pack.stored import BLOCK, TILE
+
+__all__ = ["linear", "prepare"]
+
+_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_THREADS, _SHARED = 256, BLOCK * (BLOCK + 1) * 4
+
+
+def linear(
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    shards: Sequence[int],
+) -> torch.Tensor:
+    """y = x·W + bias for every shard, side by side, W = diag(suh)·H·Ŵ·H·diag(svh) in x's dtype.
+
+    Args:
+        x: ``[M, in]`` float16, bfloat16 or float32.
+        trellis: int16, all shards flat.
+        suh: float16, all shards flat.
+        svh: float16, all shards flat.
+        bias: ``[sum of crop sizes]`` or None.
+        shards: as `ops.shards.pack_shards` makes it.
+
+    Returns:
+        ``[M, sum of crop sizes]`` in x's dtype.
+    """
+    layout = tuple(shards)
+    every = cached_shards(layout)
+    out = x.new_empty((x.shape[0], sum(shard.crop_size for shard in every)))
+    column = 0
+    for shard, words, suh_part, svh_part in split_shards(trellis, suh, svh, layout):
+        step = _columns_at_once(shard, x.element_size())
+        dense = x.new_empty((shard.in_features, min(step, shard.out_features)))
+        for first in range(shard.crop_start // BLOCK * BLOCK, shard.crop_start + shard.crop_size, step):
+            begin = max(first, shard.crop_start)
+            end = min(first + step, shard.crop_start + shard.crop_size)
+            part = dense[:, : end - begin]
+            _decode(shard, words, suh_part, svh_part, begin, part)
+            at = column + begin - shard.crop_start
+            torch.matmul(x, part[: x.shape[1]], out=out[:, at : at + end - begin])
+        column += shard.crop_size
+    return out if bias is None else out.add_(bias)
+
+
+def _columns_at_once(shard: Shard, element_size: int) -> int:
+    columns = (env.RECONSTRUCT_MB.get() << 20) // (shard.in_features * element_size)
+    return max(BLOCK, columns // BLOCK * BLOCK)
+
+
+def _decode(
+    shard: Shard, words: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, begin: int, dense: torch.Tensor
+) -> None:
+    """Columns ``begin`` and following of a shard's dense weights, as many as ``dense`` has."""
+    first = begin // BLOCK * BLOCK
+    device = runtime.device(dense.device.index)
+    arguments = ShardArgs(
+        trellis=words.data_ptr() + first // TILE * shard.half_bits * 16,
+        suh=suh.data_ptr(),
+        svh=svh.data_ptr() + 2 * first,
+        in_features=shard.in_features,
+        out_features=shard.out_features,
+        crop_start=begin - first,
+        crop_size=dense.shape[1],
+    )
+    kernel = device.kernel(dequantize_instance(shard))
+    kernel.allow_shared(_SHARED)
+    scalars = [
+        ctypes.c_uint64(dense.data_ptr()),
+        ctypes.c_int64(dense.stride(0)),
+        ctypes.c_uint32(_ELEMENTS[dense.dtype]),
+        ctypes.c_uint32(0),
+    ]
+    blocks = -(-(begin - first + dense.shape[1]) // BLOCK)
+    stream = torch.cuda.current_stream(dense.device).cuda_stream
+    kernel.launch(
+        (blocks, shard.in_features // BLOCK), _THREADS, _SHARED, stream, [arguments, *scalars], dependent=False
+    )
+
+
+def prepare(layers: Sequence[tuple[tuple[int, ...], int]], device: torch.device) -> None:
+    """Compile and load the decoders that these layers need."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    runtime.device(index).prepare(dequantize_instance(shard) for layout, _ in layers for shard in cached_shards(layout))

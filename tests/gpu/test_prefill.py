@@ -1,0 +1,44 @@
+"""The prefill kernel on a GPU with wgmma, against float64; skipped elsewhere."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_prefill_checks as checks_module
+from gpu_linear_checks import Checks
+
+
+@pytest.mark.parametrize("check", checks_module.CHECKS, ids=lambda check: check.__name__)
+def test_prefill(check: Callable[[Checks, int], None]) -> None:
+    seed = int.from_bytes(os.urandom(3), "little")
+    torch.manual_seed(seed)
+    checks = Checks()
+    check(checks, seed)
+    assert checks.done
+    assert not checks.failed, f"seed {seed}: " + "\n".join(checks.failed[:20])
+
+
+def test_scratch_is_bounded_and_returned() -> None:
+    from vllm_exl3.cuda import prefill
+    from vllm_exl3.cuda.timing import random_weights
+    from vllm_exl3.ops.shards import Shard
+
+    shard = Shard(8, 2, 14336, 1024, 0, 1024)
+    tensors = random_weights(shard, 1)
+    x = torch.randn(6000, 14336, device="cuda").half()
+    out = x.new_empty((6000, 1024))
+    prefill.prefill(x[:10], *tensors, None, (shard,), out[:10])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prefill.prefill(x, *tensors, None, (shard,), out)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() - before <= 128 << 20
