@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm_exl3 import env
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
+from vllm_exl3.ops.moe import moe_reference
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.errors import Exl3PackError
@@ -43,7 +44,7 @@ from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_laye
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
-from vllm_exl3.serving.unloaded import watched
+from vllm_exl3.serving.unloaded import is_target_s, watched
 
 __all__ = ["Exl3Config"]
 
@@ -254,6 +255,11 @@ class Exl3Config(QuantizationConfig):
         if backend.prepare is not None:
             layouts = [layout for _, layout in self.report.layers.values()]
             backend.prepare(dict.fromkeys((layout.shards, layout.input_width) for layout in layouts), device)
+        if not self.report.experts:
+            return
+        backend = backends.select("moe", device.type, moe_reference).backend
+        if backend.prepare is not None:
+            backend.prepare(dict.fromkeys(layout.kernel_key for layout in self.report.experts.values()), device)
 
     def verify_names(self) -> None:
         """Once the model is built: every EXL3 tensor must have found its layer.
@@ -352,9 +358,9 @@ class Exl3Config(QuantizationConfig):
 
     @staticmethod
     def _watch_vocabulary(method: Vocabulary, where: str) -> Vocabulary:
-        """Watch an embedding or a head, but not beside a draft model, which may be given the other model's."""
-        current = get_current_vllm_config_or_none()
-        return method if current is not None and current.speculative_config is not None else watched(method, where)
+        """Watch an embedding or a head, but not a draft model's, which may be given the target's."""
+        kind = "embedding" if isinstance(method, Exl3EmbeddingMethod) else "head"
+        return watched(method, where) if is_target_s(kind, get_current_vllm_config_or_none()) else method
 
     def _own_head_key(self) -> str | None:
         return next((key for key in self.pack.linears if is_head_name(key)), None)
