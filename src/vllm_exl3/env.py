@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
 
@@ -17,15 +17,22 @@ __all__ = [
     "CACHE",
     "CPU_ISA",
     "EMBEDDING_KERNEL",
+    "FAT_THRESHOLD",
+    "FUSED_TEMP_ROWS",
+    "GROUPED_PREFILL",
+    "GROUPED_PREFILL_MAX_ROWS",
     "INT4_DECODE",
     "INT4_FA_PREFILL",
     "INT4_KV",
     "INT4_TILES",
     "LINEAR_KERNEL",
     "MOE_KERNEL",
+    "NATIVE_MOE_MAX_ROWS",
+    "NATIVE_MOE_MAX_ROWS_BY_BITS",
     "NGRAM_CACHE_MIB",
     "NGRAM_KERNEL",
     "NGRAM_TABLE",
+    "RECONSTRUCT_MB",
     "REQUIRE_UVA_EXPERTS",
     "VARIABLES",
     "Variable",
@@ -83,6 +90,19 @@ def _choice(*values: str) -> Callable[[str], str]:
     return parse
 
 
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"expected a whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _rows_or_auto(text: str) -> int | None:
+    return None if text.lower() == "auto" else _whole(0)(text)
+
+
 def _yes_or_no(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in values:
@@ -90,26 +110,70 @@ def _yes_or_no(text: str) -> bool:
     return values[text.lower()]
 
 
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("expected 0 or 1")
-    return text == "1"
-
-
 LINEAR_KERNEL = Variable(
     "VLLM_EXL3_LINEAR_KERNEL",
     "auto",
-    _choice("auto", "native", "exllamav3", "reference"),
-    "Which kernels serve the linears: auto takes the fastest that runs here; native are this package's, exllamav3 that "
-    "package's where it is installed beside a GPU (for comparison), reference is plain PyTorch.",
+    _choice("auto", "native", "reconstruct", "exllamav3", "reference"),
+    "Which kernels serve the linears: auto takes the fastest that runs here; native are this package's, reconstruct "
+    "decodes to dense weights on a GPU and leaves the product to cuBLAS, exllamav3 are that package's where it is "
+    "installed beside a GPU (both for comparison), reference is plain PyTorch.",
 )
 
 MOE_KERNEL = Variable(
     "VLLM_EXL3_MOE_KERNEL",
     "auto",
     _choice("auto", "native", "exllamav3", "reference"),
-    "Which kernels serve routed experts: auto takes the fastest that runs here; native are this package's, on CPUs; "
-    "reference is plain PyTorch.",
+    "Which kernels serve routed experts: auto takes the fastest that runs here; native are this package's, exllamav3 "
+    "that package's linears, expert by expert, where it is installed beside a GPU (for comparison), reference is plain "
+    "PyTorch.",
+)
+
+NATIVE_MOE_MAX_ROWS = Variable(
+    "VLLM_EXL3_NATIVE_MOE_MAX_ROWS",
+    "auto",
+    _rows_or_auto,
+    "Up to how many tokens routed experts on a GPU take the decode path; 0 never, auto as measured, by tokens an "
+    "expert (other EXL3 plugins: 8). Longer inputs take the grouped prefill.",
+)
+
+NATIVE_MOE_MAX_ROWS_BY_BITS = {
+    bits: Variable(
+        f"VLLM_EXL3_NATIVE_MOE_MAX_ROWS_K{bits}",
+        "auto",
+        _rows_or_auto,
+        f"The same for layers with experts of K = {bits}; auto leaves it to the variable without _K{bits}. The "
+        "smallest number counts where a layer mixes.",
+    )
+    for bits in range(1, 9)
+}
+
+GROUPED_PREFILL = Variable(
+    "VLLM_EXL3_GROUPED_PREFILL",
+    "1",
+    _yes_or_no,
+    "Whether inputs too long for the decode path take the grouped prefill on a GPU; 0 serves all by the decode path.",
+)
+
+GROUPED_PREFILL_MAX_ROWS = Variable(
+    "VLLM_EXL3_GROUPED_PREFILL_MAX_ROWS",
+    "8192",
+    _whole(1),
+    "Tokens that the grouped prefill has in work at once: bounds its scratch.",
+)
+
+FUSED_TEMP_ROWS = Variable(
+    "VLLM_EXL3_FUSED_TEMP_ROWS",
+    "2048",
+    _whole(1),
+    "Tokens that the decode path has in work at once: bounds its scratch.",
+)
+
+FAT_THRESHOLD = Variable(
+    "VLLM_EXL3_FAT_THRESHOLD",
+    "auto",
+    _rows_or_auto,
+    "Experts with more tokens than this take the large tiles of the grouped prefill; auto as measured, half a large "
+    "tile (other EXL3 plugins: 256).",
 )
 
 
@@ -127,6 +191,14 @@ def _mebibytes(text: str) -> int:
         raise ValueError("expected a number of MiB, 0 or more")
     return int(text)
 
+
+RECONSTRUCT_MB = Variable(
+    "VLLM_EXL3_RECONSTRUCT_MB",
+    "256",
+    _mebibytes,
+    "Scratch in MiB that VLLM_EXL3_LINEAR_KERNEL=reconstruct decodes a layer into, some output columns after the "
+    "other; at least one block of 128 columns.",
+)
 
 EMBEDDING_KERNEL = Variable(
     "VLLM_EXL3_EMBEDDING_KERNEL",
@@ -187,7 +259,7 @@ CACHE = Variable(
 INT4_KV = Variable(
     "VLLM_EXL3_INT4_KV",
     "1",
-    _switch,
+    _yes_or_no,
     "Serve vLLM's int4 KV cache (--kv-cache-dtype int4_per_token_head), of any model, with this package's attention; 0 "
     "leaves vLLM's own in place.",
     aliases=("VLLM_QUANTPACK_INT4_KV",),
@@ -205,7 +277,7 @@ INT4_DECODE = Variable(
 INT4_FA_PREFILL = Variable(
     "VLLM_EXL3_INT4_FA_PREFILL",
     "1",
-    _switch,
+    _yes_or_no,
     "Prefill chunks of 64 and more tokens over 8192 and more cached ones by FlashAttention on keys and values unpacked "
     "a stretch at a time; 0 leaves them to the Triton kernel.",
     aliases=("VLLM_QUANTPACK_INT4_FA_PREFILL",),
@@ -220,13 +292,20 @@ INT4_TILES = Variable(
     aliases=("VLLM_QUANTPACK_INT4_TILES",),
 )
 
-VARIABLES: tuple[Variable[object], ...] = (
-    LINEAR_KERNEL,  # type: ignore[assignment]
+VARIABLES: tuple[Variable[Any], ...] = (
+    LINEAR_KERNEL,
     MOE_KERNEL,
     INT4_KV,
     INT4_DECODE,
     INT4_FA_PREFILL,
     INT4_TILES,
+    NATIVE_MOE_MAX_ROWS,
+    *NATIVE_MOE_MAX_ROWS_BY_BITS.values(),
+    GROUPED_PREFILL,
+    GROUPED_PREFILL_MAX_ROWS,
+    FUSED_TEMP_ROWS,
+    FAT_THRESHOLD,
+    RECONSTRUCT_MB,
     EMBEDDING_KERNEL,
     NGRAM_KERNEL,
     NGRAM_TABLE,

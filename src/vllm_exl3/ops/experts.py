@@ -13,7 +13,7 @@ import torch
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import TILE
 
-__all__ = ["TABLE_COLUMNS", "Projection", "pack_table", "projection_kinds", "unpack_expert"]
+__all__ = ["TABLE_COLUMNS", "Projection", "pack_table", "projection_kinds", "share_input_scales", "unpack_expert"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Projection:
         return Shard(self.half_bits, self.codebook, self.in_features, self.out_features, 0, outputs)
 
 
-TABLE_COLUMNS = len(fields(Projection))
+_COLUMNS = [field.name for field in fields(Projection)]
+TABLE_COLUMNS = len(_COLUMNS)
 """Integers of a row of the table."""
 
 
@@ -64,6 +65,24 @@ def pack_table(experts: Sequence[Sequence[Projection]]) -> torch.Tensor:
     """The table: int64 ``[experts, projections, 8]`` on the CPU, a row's columns as in `Projection`."""
     rows = [[astuple(projection) for projection in expert] for expert in experts]
     return torch.tensor(rows, dtype=torch.int64).view(len(rows), -1, TABLE_COLUMNS)
+
+
+def share_input_scales(table: torch.Tensor, suh: torch.Tensor) -> torch.Tensor:
+    """The table for scales that are loaded: where an expert's gate and up have equal ones, up is given gate's offset.
+
+    Kernels then transform the expert's input once. One read back from the scales' device.
+
+    Args:
+        table: as `pack_table` makes it, on the CPU; not changed.
+        suh: the layer's flat input scales of gate and up, expert by expert.
+    """
+    if table.shape[1] < 3:
+        return table
+    gate, up = suh.view(table.shape[0], 2, -1).unbind(1)
+    equal = (gate == up).all(dim=1).cpu()
+    shared, column = table.clone(), _COLUMNS.index("suh")
+    shared[:, 1, column] = torch.where(equal, table[:, 0, column], table[:, 1, column])
+    return shared
 
 
 def projection_kinds(experts: Sequence[Sequence[Projection]]) -> list[int]:

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
 
 import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
+from vllm_exl3.ops.experts import share_input_scales
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import TILE, Codebook, ExpertGroup, StoredLinear
 from vllm_exl3.serving.loading import check_loaded_marker, check_shape, unpack_signs_like
@@ -93,6 +94,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         )
         self._first_rank = parallel.tp_rank == 0
         self.loaded = LoadedExperts(layout)
+        self._host_table = layout.table
         for name, sizes in layout.sizes.items():
             _register(layer, f"{name}_trellis", torch.empty(sizes.trellis, dtype=torch.int16), self.load_trellis)
             # A scale that no tensor overwrites stays NaN, and is refused before the engine serves.
@@ -206,6 +208,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         for name in ("w13", "w2"):
             for leaf in ("suh", "svh"):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
+        self._host_table = share_input_scales(self.layout.table, layer.w13_suh)
+        for table in self._tables.values():
+            table.copy_(self._host_table)  # in place: captured graphs read it
         if is_laguna(self.config.pack.config):
             self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
         self.config.layer_ready(self.where, layer)
@@ -263,7 +268,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         # Made at the first forward, not while loading: what is allocated then is lost when the engine sleeps.
         table = self._tables.get(device)
         if table is None:
-            table = self._tables[device] = self.layout.table.to(device)
+            table = self._tables[device] = self._host_table.to(device)
         return table
 
     def _slot(self, leaf: str, loaded_weight: torch.Tensor, shard_id: str, expert_id: int) -> ExpertSlot | None:

@@ -104,6 +104,11 @@ class ExpertLayout:
         self.table = pack_table(projections)
         self.kinds = projection_kinds(projections)
 
+    @property
+    def kernel_key(self) -> tuple[tuple[int, ...], int, int, int, int]:
+        """What the layer's kernels depend on: kinds, experts here and in all, hidden and intermediate channels."""
+        return tuple(self.kinds), len(self.local), self.total, self.hidden, self.intermediate
+
     def weights_by_bits(self) -> Counter[float]:
         """How many weights this rank holds at each K."""
         histogram: Counter[float] = Counter()

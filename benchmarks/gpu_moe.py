@@ -1,0 +1,157 @@
+"""The GPU's routed experts: are they right, and how fast are whole MoE blocks.
+
+    python benchmarks/gpu_moe.py --check                     against float64
+    python benchmarks/gpu_moe.py --time [--vllm] --out FILE  whole blocks, and vLLM's bf16 fused MoE
+    python benchmarks/gpu_moe.py --tune --out FILE           every form at every batch size
+
+A timing is one whole block (sorting, transforms, both GEMMs, activation, weighted sum) in a replayed CUDA graph that
+goes round over different inputs and routings; the median of several replays. Routings are uniform.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from gpu_moe_checks import ALL, FORMS, SHAPES, Checks, every_form
+from gpu_moe_layers import GpuLayer, random_layer, random_routing
+
+from vllm_exl3.cuda import moe as kernels
+from vllm_exl3.cuda.moe_plan import MoeForm
+from vllm_exl3.cuda.timing import replayed
+from vllm_exl3.tools.results import write_results
+
+TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048, 8192)
+
+EXLLAMAV3_US: dict[tuple[str, int], float] = {
+    (name, tokens): us
+    for name, row in {
+        "128 experts 2048×768 K4": (64, 153, 216, 755, 984, 1627, 3339, 4453),
+        "512 experts 2560×640 K3": (77, 191, 289, 1358, 2997, 4042, 6096, 15519),
+        "288 experts 4096×2048 K2": (144, 490, 793, 2538, 4845, 6768, 12804, 39167),
+    }.items()
+    for tokens, us in zip((1, 4, 8, 16, 64, 512, 2048, 8192), row, strict=True)
+}
+"""exllamav3 1.6.5 on an H200, whole block, eager, as the project's issue on MoE quotes it; not measured here."""
+
+
+def check(seed: int, names: list[str]) -> bool:
+    """The checks of these names, or all; prints the worst errors and every failure."""
+    checks = Checks()
+    for function in ALL:
+        if not names or function.__name__.removeprefix("check_") in names:
+            torch.manual_seed(seed)
+            function(checks, seed)
+            print(f"{function.__name__}: {checks.done} checks, {len(checks.failed)} failed", flush=True)
+    for group, error in sorted(checks.worst.items()):
+        print(f"  {group:24s} worst relative error {error:.2e}")
+    for failure in checks.failed[:40]:
+        print("FAILED", failure)
+    print(f"{checks.done} checks, {len(checks.failed)} failed, seed {seed}")
+    return not checks.failed
+
+
+def copies_for(tokens: int) -> int:
+    """Calls of a graph: so many that few tokens do not find their experts in the L2."""
+    return max(2, min(24, 256 // tokens))
+
+
+def block_us(layer: GpuLayer, top_k: int, tokens: int, form: MoeForm | None) -> float:
+    """Microseconds of one block."""
+    copies = copies_for(tokens)
+    x = torch.randn(tokens, layer.hidden, device="cuda", dtype=torch.bfloat16)
+    calls = [layer.arguments(*random_routing(tokens, len(layer.projections), top_k, seed)) for seed in range(copies)]
+    return replayed(lambda i: kernels.moe(x, *calls[i], form=form), copies, repeats=5)
+
+
+def vllm_us(experts: int, top_k: int, hidden: int, intermediate: int) -> Callable[[int], float]:
+    """A function of the number of tokens: microseconds of vLLM's fused MoE in bfloat16."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    w1 = torch.randn(experts, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
+    w2 = torch.randn(experts, hidden, intermediate, device="cuda", dtype=torch.bfloat16) * 0.02
+
+    def us(tokens: int) -> float:
+        copies = copies_for(tokens)
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        routes = [random_routing(tokens, experts, top_k, seed) for seed in range(copies)]
+        return replayed(lambda i: fused_experts(x, w1, w2, *routes[i]), copies, repeats=5)
+
+    return us
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """One row per shape, number of tokens and form; written as they come."""
+    rows: list[dict[str, object]] = []
+    for name in arguments.shapes:
+        experts, top_k, hidden, intermediate, kinds, options = SHAPES[name]
+        layer = random_layer(experts, hidden, intermediate, kinds, **options)  # type: ignore[arg-type]
+        forms = every_form() if arguments.tune else [None]
+        for tokens in arguments.tokens:
+            for form in forms:
+                if form is not None and (form.identity or not form.wide) and tokens * top_k > 24 * experts:
+                    continue
+                us = block_us(layer, top_k, tokens, form)
+                rows.append(_row("native", name, tokens, us, form.name if form else None))
+                peer = EXLLAMAV3_US.get((name, tokens), math.nan)
+                label = f"{name} m={tokens:<5d} {form.name if form else '':10s}"
+                print(f"{label} {us:9.1f} µs  exllamav3/ours {peer / us:5.2f}", flush=True)
+                if arguments.out:
+                    write(arguments, rows)
+        del layer
+        torch.cuda.empty_cache()
+        if arguments.vllm and experts * hidden * intermediate * 6 < 100e9:
+            dense = vllm_us(experts, top_k, hidden, intermediate)
+            for tokens in arguments.tokens:
+                us = dense(tokens)
+                rows.append(_row("vllm_bf16", name, tokens, us, None))
+                print(f"{name} m={tokens:<5d} vllm bf16  {us:9.1f} µs", flush=True)
+            del dense
+            torch.cuda.empty_cache()
+            if arguments.out:
+                write(arguments, rows)
+    return rows
+
+
+def _row(kernel: str, name: str, tokens: int, us: float, form: str | None) -> dict[str, object]:
+    experts, top_k, hidden, intermediate, kinds, options = SHAPES[name]
+    operations = 2 * tokens * top_k * hidden * intermediate * (3 if options.get("gated", True) else 2)
+    bits = [bits for bits, _ in kinds] if kernel == "native" else 16
+    return {
+        "kernel": kernel, "shape": name, "experts": experts, "top_k": top_k, "in": hidden, "out": intermediate,
+        "m": tokens, "bits": bits, "mode": form, "us": round(us, 2), "tflops": round(operations / us / 1e6, 2),
+    }  # fmt: skip
+
+
+def write(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+    """Write what was measured so far."""
+    write_results(
+        Path(arguments.out), rows, machine="h200", command="python benchmarks/gpu_moe.py " + " ".join(sys.argv[1:])
+    )
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], help="names of checks")
+    parser.add_argument("--forms", nargs="*", default=[], help="names of forms, such as identity4 wide128")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="every form")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's bf16 fused MoE as well")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:4])
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default="")
+    arguments = parser.parse_args()
+    FORMS[:] = arguments.forms
+    right = check(arguments.seed, arguments.only) if arguments.check else True
+    if arguments.time or arguments.tune:
+        measure(arguments)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

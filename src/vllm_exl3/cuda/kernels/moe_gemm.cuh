@@ -1,0 +1,222 @@
+// The grouped trellis GEMM for few rows an expert: persistent blocks over a list of work that the device made.
+//
+// An item is one row block × one strip (128 output channels) of one projection, over all of k: nothing is shared between
+// blocks, and an item's sums have one order. A block's eight warps are two halves of the strip × four slices of k, each
+// reading its tiles from global memory into registers one unit ahead. Bit rate, codebook and place of an expert's
+// projection come from the table, so one launch serves layers that mix them.
+#pragma once
+#include "fragments.cuh"
+#include "moe_problem.cuh"
+#include "moe_words.cuh"
+#include "rotation.cuh"
+
+constexpr int MOE_WARPS = 8, MOE_THREADS = 32 * MOE_WARPS, MOE_SLICES = MOE_WARPS / 2;
+constexpr int MOE_TILES = 4;  // tile columns of half a strip
+constexpr int MOE_STRIP_TILES = 2 * MOE_TILES;
+
+template <int TILE_ROWS, int COLUMNS>
+struct MoeShared {
+    uint4 slices[MOE_SLICES][COLUMNS][MOE_STRIP_TILES][32];
+    float outputs[TILE_ROWS][STRIP + 4];
+    float undo[TILE_ROWS];
+    int sums[TILE_ROWS];
+    u32 slots[TILE_ROWS];
+};
+
+// What one item multiplies.
+struct MoeItem {
+    const MoeStage& stage;
+    const Projection& projection;
+    u32 rows, index, owner, strip;  // index of the projection in its stage, and whose transformed rows it reads
+};
+
+// A lane's part of the B operand of one unit, as it is stored; `Operand` is what the tensor core takes.
+template <class K>
+struct MoeActivations {
+    static constexpr int vectors = K::arithmetic == INTEGER ? 1 : 2;
+    const uint4* row[K::columns];
+    uint4 raw[K::columns][vectors];
+
+    // Lane (g, q) reads column g of each group of 8: the 16 k of k-tile q.
+    template <class Shared>
+    __device__ __forceinline__ void seek(const MoeItem& item, const Shared& shared, u32 unit, int lane) {
+        constexpr int planes = K::arithmetic == INTEGER ? 2 : 1;
+#pragma unroll
+        for (int group = 0; group < K::columns; ++group) {
+            const u32 column = 8 * group + (lane >> 2), token = min(column / planes, item.rows - 1);
+            const u8* base = item.stage.rows + static_cast<u64>(shared.slots[token] * item.stage.projections + item.owner) * 2 * item.stage.in_features;
+            row[group] = reinterpret_cast<const uint4*>(base + column % planes * item.stage.in_features) + vectors * (4 * unit + (lane & 3));
+        }
+    }
+    __device__ __forceinline__ void fetch() {
+#pragma unroll
+        for (int group = 0; group < K::columns; ++group)
+#pragma unroll
+            for (int i = 0; i < vectors; ++i) raw[group][i] = __ldcg(row[group] + i);
+    }
+    __device__ __forceinline__ void advance(u32 units) {
+#pragma unroll
+        for (int group = 0; group < K::columns; ++group) row[group] += 4 * vectors * units;
+    }
+    __device__ __forceinline__ void expand(u32 (&b)[K::columns][K::matrices]) const {
+#pragma unroll
+        for (int group = 0; group < K::columns; ++group) {
+            u32 w[4 * vectors];
+#pragma unroll
+            for (int i = 0; i < vectors; ++i)
+                w[4 * i] = raw[group][i].x, w[4 * i + 1] = raw[group][i].y, w[4 * i + 2] = raw[group][i].z, w[4 * i + 3] = raw[group][i].w;
+#pragma unroll
+            for (int m = 0; m < K::matrices; ++m) {
+                const int k = 2 * (m >> 2) + 8 * (m >> 1 & 1) + (m & 1);  // matrix m = 4i + 2h + b holds k = 2i + 8h + b
+                if constexpr (K::arithmetic == HALF) b[group][m] = w[m / 2 + 4 * (m % 2)];
+                else if constexpr (K::arithmetic == INTEGER) b[group][m] = __byte_perm(w[k / 4], 0, 0x1111 * (k % 4));
+                else b[group][m] = __byte_perm(w[k / 2], 0, k % 2 ? 0x3232 : 0x1010);
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ uint4 sum_bits(const float (&s)[4]) {
+    return make_uint4(__float_as_uint(s[0]), __float_as_uint(s[1]), __float_as_uint(s[2]), __float_as_uint(s[3]));
+}
+__device__ __forceinline__ uint4 sum_bits(const int (&s)[4]) { return make_uint4(s[0], s[1], s[2], s[3]); }
+
+template <int ARITHMETIC>
+__device__ __forceinline__ u32 add_sums(u32 a, u32 b) {
+    return ARITHMETIC == INTEGER ? a + b : __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+}
+template <int ARITHMETIC>
+__device__ __forceinline__ uint4 add_sums(const uint4& a, const uint4& b) {
+    return make_uint4(add_sums<ARITHMETIC>(a.x, b.x), add_sums<ARITHMETIC>(a.y, b.y), add_sums<ARITHMETIC>(a.z, b.z),
+                      add_sums<ARITHMETIC>(a.w, b.w));
+}
+
+// y before undo and the output Hadamard: y = k_inv·S + c·Σa with k_inv = 1774·2^-18, S = 128·high + low.
+__device__ __forceinline__ float integer_value(u32 high, u32 low, int activations) {
+    const i64 exact = (static_cast<i64>(static_cast<int>(high)) * 128 + static_cast<int>(low)) * MUL1_SCALE_18 +
+        static_cast<i64>(MUL1_OFFSET_18) * activations;
+    return static_cast<float>(exact) * 0x1p-18f;
+}
+
+// Adds the slices of one cell and puts its channels' sums where whole warps read a row.
+template <class K, class Shared>
+__device__ __forceinline__ void finish_cell(Shared& shared, u32 group, u32 tile, u32 lane) {
+    constexpr int A = K::arithmetic;
+    const uint4 sum = add_sums<A>(add_sums<A>(shared.slices[0][group][tile][lane], shared.slices[1][group][tile][lane]),
+                                  add_sums<A>(shared.slices[2][group][tile][lane], shared.slices[3][group][tile][lane]));
+    const u32 channel = 16 * tile + (lane >> 2), q = lane & 3;
+    constexpr u32 tile_rows = sizeof(shared.undo) / 4;
+    if constexpr (A == INTEGER) {
+        const u32 token = 4 * group + q;
+        shared.outputs[token][channel] = integer_value(sum.x, sum.y, shared.sums[token]);
+        shared.outputs[token][channel + 8] = integer_value(sum.z, sum.w, shared.sums[token]);
+    } else {
+        const u32 token = 8 * group + 2 * q;
+        if (token >= tile_rows) return;
+        shared.outputs[token][channel] = __uint_as_float(sum.x);
+        shared.outputs[token + 1][channel] = __uint_as_float(sum.y);
+        shared.outputs[token][channel + 8] = __uint_as_float(sum.z);
+        shared.outputs[token + 1][channel + 8] = __uint_as_float(sum.w);
+    }
+}
+
+// The sums of one item, as far as `outputs`.
+template <class K, class Shared>
+__device__ __forceinline__ void multiply_item(const MoeItem& item, Shared& shared, int warp, int lane) {
+    using T = typename Sum<K::arithmetic>::type;
+    constexpr u32 tile_words = K::Window::tile_words;
+    const u32 half = warp & 1, slice = warp >> 1, depth = item.stage.in_features / UNIT_IN, tiles = item.stage.out_features / 16;
+    const u32* at = reinterpret_cast<const u32*>(item.stage.trellis + item.projection.trellis) +
+        (static_cast<u64>(4 * slice + (lane & 3)) * tiles + item.strip * MOE_STRIP_TILES + half * MOE_TILES) * tile_words;
+    const u64 step = static_cast<u64>(4 * MOE_SLICES) * tiles * tile_words;
+    T sums[MOE_TILES][K::columns][4] = {};
+    if (slice < depth) {
+        TileWords<K::half_bits> words[MOE_TILES];
+        MoeActivations<K> activations;
+#pragma unroll
+        for (int tile = 0; tile < MOE_TILES; ++tile) words[tile].fetch(at + tile * tile_words, lane);
+        activations.seek(item, shared, slice, lane);
+        activations.fetch();
+        for (u32 unit = slice; unit < depth; unit += MOE_SLICES) {
+            const bool more = unit + MOE_SLICES < depth;
+            u32 b[K::columns][K::matrices];
+            activations.expand(b);
+            if (more) activations.advance(MOE_SLICES), activations.fetch(), at += step;
+#pragma unroll
+            for (int tile = 0; tile < MOE_TILES; ++tile) {
+                u32 string[K::Window::words];
+                words[tile].string(string, lane);
+                multiply_tile<K>(sums[tile], string, b);
+                if (more) words[tile].fetch(at + tile * tile_words, lane);
+            }
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < MOE_TILES; ++tile)
+#pragma unroll
+        for (int group = 0; group < K::columns; ++group)
+            shared.slices[slice][group][half * MOE_TILES + tile][lane] = sum_bits(sums[tile][group]);
+    __syncthreads();
+#pragma unroll
+    for (int group = 0; group < K::columns; ++group) finish_cell<K>(shared, group, warp, lane);
+    __syncthreads();
+}
+
+template <class... Ks> struct MoeKinds {
+    static constexpr int columns() {
+        int widest = 0;
+        ((widest = Ks::columns > widest ? Ks::columns : widest), ...);
+        return widest;
+    }
+};
+
+template <class... Ks, class Shared>
+__device__ __forceinline__ void dispatch_item(MoeKinds<Ks...>, const MoeItem& item, Shared& shared, int warp, int lane) {
+    ((item.projection.half_bits == Ks::half_bits && item.projection.codebook == Ks::codebook
+          ? multiply_item<Ks>(item, shared, warp, lane) : void()), ...);
+}
+
+// Output Hadamard, scales and bias of one row.
+__device__ __forceinline__ void store_row(const MoeItem& item, const float* values, float undo, u32 slot, int lane) {
+    const MoeStage& stage = item.stage;
+    const u32 channel = item.strip * STRIP + 4 * lane;
+    const float4 value = *reinterpret_cast<const float4*>(values + 4 * lane);
+    const uint2 raw = *reinterpret_cast<const uint2*>(stage.svh + item.projection.svh + channel);
+    const u16 svh[4] = {u16(raw.x), u16(raw.x >> 16), u16(raw.y), u16(raw.y >> 16)};
+    float v[4] = {value.x, value.y, value.z, value.w};
+    hadamard128(v, lane);
+    const float scale = undo * HADAMARD_SCALE;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[i] = v[i] * scale * half_to_float(svh[i]);
+        if (stage.bias != nullptr && channel + i < stage.out_width) v[i] += stage.bias[item.projection.bias + channel + i];
+    }
+    float* out = static_cast<float*>(stage.out) + (static_cast<u64>(slot) * stage.projections + item.index) * stage.out_features + channel;
+    *reinterpret_cast<float4*>(out) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+template <int TILE_ROWS, class List>
+__device__ __forceinline__ void moe_gemm(const MoeArgs& args) {
+    __shared__ MoeShared<TILE_ROWS, List::columns()> shared;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
+    const MoeStage& stage = args.stages[args.stage];
+    wait_for_previous();
+    let_next_start();
+    const u32 strips = stage.out_features / STRIP, per_block = strips * stage.projections, items = args.list_sizes[0] * per_block;
+    for (u32 i = blockIdx.x; i < items; i += gridDim.x) {
+        const RowBlock block = args.blocks[i / per_block];
+        const u32 index = i % per_block / strips, owner = rows_owner(args, stage, block.expert, index);
+        const MoeItem item{stage, projection_of(args, block.expert, stage.first + index), block.rows, index, owner, i % strips};
+        if (threadIdx.x < TILE_ROWS) {
+            const u32 slot = args.order[block.first + min(threadIdx.x, block.rows - 1)], at = slot * stage.projections + owner;
+            shared.slots[threadIdx.x] = slot;
+            shared.undo[threadIdx.x] = stage.undo[at];
+            shared.sums[threadIdx.x] = stage.sums[at];
+        }
+        __syncthreads();
+        dispatch_item(List{}, item, shared, warp, lane);
+        for (u32 row = warp; row < block.rows; row += MOE_WARPS)
+            store_row(item, shared.outputs[row], shared.undo[row], shared.slots[row], lane);
+        __syncthreads();
+    }
+}

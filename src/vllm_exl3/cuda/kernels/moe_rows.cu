@@ -1,0 +1,12 @@
+// The input transform of every slot's rows, grid (slots, projections). For few rows one more block in x sorts the slots in
+// the meantime; grouped rows are stored by their place in that order, so there exl3_moe_route runs before.
+#include "moe_route.cuh"
+#include "moe_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) exl3_moe_rows(const __grid_constant__ MoeArgs args) {
+    extern __shared__ __align__(16) u32 memory[];
+    wait_for_previous();
+    let_next_start();
+    if (blockIdx.x < args.slots) transform_row(args, blockIdx.x, blockIdx.y, reinterpret_cast<float*>(memory + 4), memory);
+    else if (blockIdx.y == 0) route(args, memory);
+}

@@ -1,0 +1,194 @@
+"""The MoE op on CUDA: five or six launches of fixed shapes, whatever the routing is; no host wait.
+
+1. input transform of every slot's rows for gate and up, while one block sorts the slots by expert (for many tokens
+   they are sorted first, and rows of one expert are stored together);
+2. grouped GEMM over gate and up;
+3. activation and down's input transform;
+4. grouped GEMM over down;
+5. weighted sum of every token's slots, in float32, in the order of its choices.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from vllm_exl3.cuda import dispatch, moe_dispatch, runtime
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.moe_plan import (
+    ACTIVATION_KINDS,
+    COMBINE,
+    GROUP_ROWS,
+    ROUTE,
+    ROW_THREADS,
+    ROWS,
+    Layer,
+    MoeArgs,
+    MoeForm,
+    MoePlan,
+    gemm_instance,
+    plan_moe,
+)
+from vllm_exl3.pack.stored import BLOCK
+
+__all__ = ["instances", "moe", "prepare"]
+
+_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_COMBINE_CHANNELS = 1024
+"""Channels that a block of moe_combine.cu adds up."""
+
+
+def moe(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    w13_trellis: torch.Tensor,
+    w13_suh: torch.Tensor,
+    w13_svh: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_trellis: torch.Tensor,
+    w2_suh: torch.Tensor,
+    w2_svh: torch.Tensor,
+    w2_bias: torch.Tensor | None,
+    table: torch.Tensor,
+    kinds: list[int],
+    intermediate_size: int,
+    activation: str,
+    alpha: float,
+    beta: float,
+    limit: float,
+    apply_router_weight_on_input: bool,
+    *,
+    form: MoeForm | None = None,
+) -> torch.Tensor:
+    """The op; arguments as `vllm_exl3.ops.moe.moe` without the layer class.
+
+    Args:
+        form: how to multiply; chosen by the number of tokens when None.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    weights = topk_weights.to(torch.float32).contiguous()
+    ids = (topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.int()).contiguous()
+    local = None if expert_map is None else expert_map.to(torch.int32).contiguous()
+    experts = table.shape[0]
+    layer = Layer(
+        kinds=_triples(kinds),
+        experts=experts,
+        total_experts=experts if local is None else local.numel(),
+        top_k=ids.shape[1],
+        hidden=x.shape[1],
+        intermediate=intermediate_size,
+    )
+    device = runtime.device(x.device.index)
+    arguments = MoeArgs(
+        table=table.data_ptr(),
+        expert_map=0 if local is None else local.data_ptr(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        x_type=_ELEMENTS[x.dtype],
+        out_type=_ELEMENTS[x.dtype],
+        wide_ids=int(ids.dtype == torch.int64),
+        weight_on_input=int(apply_router_weight_on_input),
+        activation=ACTIVATION_KINDS.index(activation),
+        alpha=alpha,
+        beta=beta,
+        limit=limit,
+    )
+    tensors = ((w13_trellis, w13_suh, w13_svh, w13_bias), (w2_trellis, w2_suh, w2_svh, w2_bias))
+    for stage, flat in zip(arguments.stages, tensors, strict=True):
+        for name, tensor in zip(("trellis", "suh", "svh", "bias"), flat, strict=True):
+            setattr(stage, name, 0 if tensor is None else tensor.data_ptr())
+    choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=dispatch.batch_invariant())
+    if form is not None:
+        choice = moe_dispatch.Choice(form, choice.window, form.tile_rows // 2)
+    window = choice.window
+    for start in range(0, x.shape[0], window):
+        part = slice(start, start + window)
+        arguments.x, arguments.out = x[part].data_ptr(), out[part].data_ptr()
+        arguments.weights, arguments.ids = weights[part].data_ptr(), ids[part].data_ptr()
+        _launch(
+            device,
+            plan_moe(layer, min(window, x.shape[0] - start), choice.form, choice.fat_rows, device.limits),
+            arguments,
+            x.device,
+        )
+    return out
+
+
+def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: torch.device) -> None:
+    # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only
+    # after everything ahead of them has finished. So any number of streams and captured graphs may run at once.
+    stream = torch.cuda.current_stream(where).cuda_stream
+    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=where)
+    base = scratch.data_ptr()
+    parts, (first, second) = plan.parts, arguments.stages
+    for name, value in plan.values.items():
+        setattr(arguments, name, value)
+    for stage, values in zip(arguments.stages, plan.stages, strict=True):
+        for name, value in values.items():
+            setattr(stage, name, value)
+    for name in ("order", "places", "blocks", "chunks", "list_sizes", "starts"):
+        setattr(arguments, name, base + parts[name])
+    first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
+    second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
+    slots = arguments.slots
+    first.out_scales = base + parts["out_scales"]
+    second.out_scales = first.out_scales + 4 * slots * first.projections * first.out_features // BLOCK
+    for stage, before in ((first, 0), (second, first.projections)):
+        stage.undo, stage.sums = (base + parts[name] + 4 * slots * before for name in ("undo", "sums"))
+
+    dependent = device.limits.dependent_launch
+    rows, gemm, combine = device.kernel(ROWS), device.kernel(plan.gemm), device.kernel(COMBINE)
+    if plan.route is not None:
+        threads, shared = plan.route
+        route = device.kernel(ROUTE)
+        route.allow_shared(shared)
+        route.launch((1, 1), threads, shared, stream, [arguments], dependent)
+    gemm.allow_shared(plan.gemm_shared)
+    for index, stage in enumerate(arguments.stages):
+        arguments.stage = index
+        sorting = index == 0 and plan.route is None
+        if plan.route is not None and (index == 0 or plan.group_shared is not None):
+            group, shared = device.kernel(GROUP_ROWS[index]), index * (plan.group_shared or 0)
+            group.allow_shared(shared)
+            group.launch((plan.group_grid, 1), ROW_THREADS, shared, stream, [arguments], dependent)
+        else:
+            shared = plan.rows_shared[index]
+            rows.allow_shared(shared)
+            rows.launch((slots + sorting, stage.projections), ROW_THREADS, shared, stream, [arguments], dependent)
+        gemm.launch((plan.gemm_grid[index], 1), plan.gemm_threads, plan.gemm_shared, stream, [arguments], dependent)
+    columns = -(-second.out_width // _COMBINE_CHANNELS)
+    combine.launch((arguments.tokens, columns), 256, 0, stream, [arguments], dependent)
+
+
+def prepare(layers: Iterable[tuple[tuple[int, ...], int, int, int, int]], device: torch.device) -> None:
+    """Compile and load every kernel that these layers need, for any batch size; called while a model loads.
+
+    Args:
+        layers: each layer's kinds (as the op takes them), experts on this rank and in the model, hidden and
+            intermediate channels.
+        device: the CUDA device.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    ready = runtime.device(index)
+    wanted = []
+    for kinds, experts, total, hidden, intermediate in layers:
+        layer = Layer(_triples(kinds), experts, total, 1, hidden, intermediate)
+        wanted += instances(layer, ready.limits)
+    ready.prepare(wanted)
+
+
+def _triples(kinds: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True))
+
+
+def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
+    """The kernels that a layer needs, for batches of any size."""
+    gemms = [gemm_instance(layer.codes, form) for form in moe_dispatch.every_form(layer, limits)]
+    grouped = [ROUTE, *GROUP_ROWS] if limits.warpgroups else []
+    return [ROWS, COMBINE, *grouped, *gemms]

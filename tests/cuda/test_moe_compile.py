@@ -1,0 +1,51 @@
+"""The MoE kernels compile for every architecture, without a GPU, without spills and without serialised wgmma."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from vllm_exl3.cuda.compiler import ARCHITECTURES, Cubin, Instance, compile_instance, compiler_unavailable
+from vllm_exl3.cuda.moe import instances
+from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, Layer, forms, gemm_instance
+from vllm_exl3.cuda.survey import every_kind, typical_limits
+
+pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
+
+QUICK = ((8, 2), (3, 2), (8, 1), (6, 0), (10, 2), (7, 2), (12, 1), (16, 2))
+"""(half_bits, codebook) of the quick test, one an architecture."""
+
+MIXED = ((5, 2), (8, 1), (12, 0))
+
+
+def check(wanted: list[Instance], architecture: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        cubins: list[Cubin] = list(pool.map(lambda instance: compile_instance(instance, architecture), wanted))
+    for instance, cubin in zip(wanted, cubins, strict=True):
+        assert cubin.image.startswith(b"\x7fELF"), instance
+        assert cubin.spill_bytes == 0, (instance, architecture, cubin.log)
+        assert cubin.stack_bytes == 0, (instance, architecture, cubin.log)
+        assert not cubin.serialised, (instance, architecture, cubin.serialised)
+
+
+@pytest.mark.parametrize(("architecture", "code"), list(zip(ARCHITECTURES, QUICK, strict=True)), ids=str)
+def test_kernels_compile(architecture: str, code: tuple[int, int]) -> None:
+    layer = Layer(tuple((projection, *code) for projection in range(3)), 8, 8, 2, 2048, 768)
+    check(instances(layer, typical_limits(architecture)), architecture)
+
+
+def test_layers_that_mix_compile() -> None:
+    check([gemm_instance(MIXED, form) for form in forms(typical_limits("sm_90a"))[:1]], "sm_90a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", every_kind(), ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles(architecture: str, code: tuple[int, int]) -> None:
+    check([gemm_instance([code], form) for form in forms(typical_limits(architecture))], architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_mixed_and_common_kernels_compile(architecture: str) -> None:
+    mixed = [gemm_instance(MIXED, form) for form in forms(typical_limits(architecture))]
+    check([ROWS, *GROUP_ROWS, ROUTE, COMBINE, *mixed], architecture)

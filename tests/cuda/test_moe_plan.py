@@ -1,0 +1,175 @@
+"""Which MoE kernels serve how many tokens, and what they are told."""
+
+import ctypes
+import math
+import re
+
+import pytest
+
+from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
+from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
+from vllm_exl3.cuda.moe_plan import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoePlan, MoeStage, forms, plan_moe
+from vllm_exl3.cuda.survey import typical_limits
+from vllm_exl3.ops.activation import ACTIVATIONS
+from vllm_exl3.pack.stored import Codebook
+
+MUL1, MCG = int(Codebook.MUL1), int(Codebook.MCG)
+H200 = typical_limits("sm_90a")
+UNIFORM = tuple((projection, 8, MUL1) for projection in range(3))
+
+
+def layer(kinds: tuple[tuple[int, int, int], ...] = UNIFORM, experts: int = 128, total: int = 128) -> Layer:
+    return Layer(kinds, experts, total, 8, 2048, 768)
+
+
+LAYERS = {
+    "mul1": layer(),
+    "mcg": layer(tuple((projection, 6, MCG) for projection in range(3))),
+    "mixed": layer(((0, 4, MUL1), (1, 16, MUL1), (2, 6, MCG))),
+    "no gate": layer(((0, 6, MUL1), (1, 6, MUL1))),
+    "expert parallel": layer(experts=16),
+    "few experts": Layer(UNIFORM, 2, 2, 1, 200, 320),
+}
+
+
+def fields(name: str) -> list[str]:
+    """Members of a structure in moe_problem.cuh, in order."""
+    text = re.sub(r"//.*", "", kernel_sources()["moe_problem.cuh"])
+    body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
+    assert body is not None
+    declarations = [part.strip() for part in body.group(1).split(";") if part.strip()]
+    return [re.sub(r"\[.*\]|\*", "", item).split()[-1] for part in declarations for item in part.split(",")]
+
+
+@pytest.mark.parametrize("structure", [MoeStage, MoeArgs], ids=lambda structure: structure.__name__)
+def test_structures_mirror_the_kernels(structure: type[ctypes.Structure]) -> None:
+    assert [name for name, _ in structure._fields_] == fields(structure.__name__)
+
+
+def test_activations_are_numbered_as_the_kernels_number_them() -> None:
+    text = kernel_sources()["moe_activation.cuh"]
+    body = re.search(r"enum ActivationKind : u32 {(.*?)}", text, re.DOTALL)
+    assert body is not None
+    names = [item.split("=")[0].strip().lower() for item in body.group(1).split(",")]
+    assert tuple(names) == ACTIVATION_KINDS
+    assert set(names) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_classes_are_intervals_of_the_batch_size(name: str, architecture: str) -> None:
+    limits, seen = typical_limits(architecture), []
+    for tokens in [*range(1, 70), 128, 300, 1000, 4000, 9000, 100_000]:
+        choice = choose(LAYERS[name], tokens, limits)
+        assert choice.form in every_form(LAYERS[name], limits)
+        assert choice.form in forms(limits)
+        assert not choice.form.wide or limits.warpgroups
+        seen.append(not choice.form.identity)
+    assert seen == sorted(seen)
+    assert not seen[0]
+    assert seen[-1]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_one_class_serves_every_batch_when_asked(architecture: str) -> None:
+    limits = typical_limits(architecture)
+    found = {choose(LAYERS["mul1"], tokens, limits, one_class=True).form for tokens in (1, 8, 100, 9000)}
+    assert {(form.identity, form.wide) for form in found} == {(False, limits.warpgroups)}
+
+
+def test_wide_inputs_do_not_overflow_integer_sums() -> None:
+    wide = Layer(UNIFORM, 8, 8, 2, 20480, 768)
+    assert not choose(wide, 1, H200).form.identity
+    assert choose(layer(tuple((p, 6, MCG) for p in range(3))), 1, H200).form.identity
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "rows"),
+    [
+        ({"NATIVE_MOE_MAX_ROWS": "5"}, "mul1", 5),
+        ({"NATIVE_MOE_MAX_ROWS": "0"}, "mul1", 0),
+        ({"NATIVE_MOE_MAX_ROWS_K4": "0"}, "mul1", 0),
+        ({"NATIVE_MOE_MAX_ROWS": "5", "NATIVE_MOE_MAX_ROWS_K4": "7"}, "mul1", 7),
+        ({"NATIVE_MOE_MAX_ROWS": "5", "NATIVE_MOE_MAX_ROWS_K4": "7"}, "mcg", 5),
+        ({"NATIVE_MOE_MAX_ROWS": "5", "NATIVE_MOE_MAX_ROWS_K8": "3"}, "mixed", 3),
+    ],
+)
+def test_row_caps_decide_the_path(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str, rows: int
+) -> None:
+    for variable, value in variables.items():
+        monkeypatch.setenv(f"VLLM_EXL3_{variable}", value)
+    assert decode_rows(LAYERS[name]) == rows
+    assert all(choose(LAYERS[name], tokens, H200).form.identity for tokens in range(1, rows + 1))
+    assert not choose(LAYERS[name], rows + 1, H200).form.identity
+
+
+def test_grouped_prefill_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(LAYERS["mul1"], 5000, H200).form.wide
+    monkeypatch.setenv("VLLM_EXL3_GROUPED_PREFILL", "0")
+    assert choose(LAYERS["mul1"], 5000, H200) == Choice(MoeForm(True, 4), 2048, 2)
+
+
+def test_the_fat_threshold_is_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(LAYERS["mul1"], 5000, H200).fat_rows == choose(LAYERS["mul1"], 5000, H200).form.tile_rows // 2
+    monkeypatch.setenv("VLLM_EXL3_FAT_THRESHOLD", "0")
+    assert choose(LAYERS["mul1"], 5000, H200).fat_rows == 0
+
+
+def plan(name: str, tokens: int, form: MoeForm) -> MoePlan:
+    return plan_moe(LAYERS[name], tokens, form, form.tile_rows // 2, H200)
+
+
+@pytest.mark.parametrize(("variable", "tokens"), [("GROUPED_PREFILL_MAX_ROWS", 8192), ("FUSED_TEMP_ROWS", 2048)])
+def test_windows_bound_the_scratch(monkeypatch: pytest.MonkeyPatch, variable: str, tokens: int) -> None:
+    if variable == "FUSED_TEMP_ROWS":
+        monkeypatch.setenv("VLLM_EXL3_GROUPED_PREFILL", "0")
+
+    def scratch() -> int:
+        choice = choose(LAYERS["mul1"], 100_000, H200)
+        return plan("mul1", choice.window, choice.form).scratch
+
+    assert choose(LAYERS["mul1"], 100_000, H200).window == tokens
+    before = scratch()
+    monkeypatch.setenv(f"VLLM_EXL3_{variable}", str(tokens // 4))
+    assert scratch() < 0.3 * before
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("form", forms(H200), ids=lambda form: form.name)
+def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> None:
+    """Sizes by the worst routing: all slots of a few experts, or one row over a full block in each."""
+    for tokens in (1, 7, 300):
+        made, shape = plan(name, tokens, form), LAYERS[name]
+        starts = sorted(made.parts.items(), key=lambda part: part[1])
+        sizes = {part: end - at for (part, at), (_, end) in zip(starts, [*starts[1:], ("", made.scratch)], strict=True)}
+        slots, padding = tokens * shape.top_k, made.values["row_padding"]
+        least, full = sorted((made.values["thin_rows"], made.values["tile_rows"]))
+        for used in range(1, min(shape.experts, slots) + 1):
+            counts = [slots // used + (expert < slots % used) for expert in range(used)]
+            assert sizes["blocks"] >= 16 * sum(math.ceil(count / least) for count in counts)
+            rows = sum(math.ceil(count / padding) * padding for count in counts)
+            assert made.values["padded_rows"] >= rows
+            assert sizes["order"] >= 4 * rows
+            first, second = made.stages
+            assert sizes["first_rows"] >= 2 * rows * first["projections"] * first["in_features"]
+            assert sizes["second_rows"] >= 2 * rows * second["in_features"]
+        outputs = slots * made.stages[0]["projections"] * made.stages[0]["out_features"]
+        item = 2 if form.wide else 4
+        assert sizes["first_rows"] >= item * slots * made.stages[1]["out_features"]
+        assert sizes["hidden"] >= item * outputs
+        if form.wide:
+            assert sizes["out_scales"] >= 4 * (outputs + slots * made.stages[1]["out_features"]) // 128
+        assert all(offset % 256 == 0 for offset in made.parts.values())
+        assert made.gemm_shared <= H200.shared_memory
+        assert made.rows_shared[0] >= 16 + 4 * made.stages[0]["in_features"]
+        assert full >= least
+
+
+def test_the_ring_is_deep_enough_at_every_rate() -> None:
+    for half_bits in (2, 3, 8, 16):
+        shape = Layer(tuple((p, half_bits, MUL1) for p in range(3)), 8, 8, 2, 4096, 2048)
+        for form in forms(H200):
+            if form.wide:
+                # decoding runs one unit ahead of the products, and one more is on its way
+                assert plan_moe(shape, 100, form, 64, H200).values["ring_stages"] >= 4
