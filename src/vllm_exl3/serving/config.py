@@ -44,7 +44,7 @@ from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_laye
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
-from vllm_exl3.serving.unloaded import watched
+from vllm_exl3.serving.unloaded import is_target_s, watched
 
 __all__ = ["Exl3Config"]
 
@@ -358,9 +358,9 @@ class Exl3Config(QuantizationConfig):
 
     @staticmethod
     def _watch_vocabulary(method: Vocabulary, where: str) -> Vocabulary:
-        """Watch an embedding or a head, but not beside a draft model, which may be given the other model's."""
-        current = get_current_vllm_config_or_none()
-        return method if current is not None and current.speculative_config is not None else watched(method, where)
+        """Watch an embedding or a head, but not a draft model's, which may be given the target's."""
+        kind = "embedding" if isinstance(method, Exl3EmbeddingMethod) else "head"
+        return watched(method, where) if is_target_s(kind, get_current_vllm_config_or_none()) else method
 
     def _own_head_key(self) -> str | None:
         return next((key for key in self.pack.linears if is_head_name(key)), None)
