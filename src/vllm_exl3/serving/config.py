@@ -53,6 +53,9 @@ Vocabulary = TypeVar("Vocabulary", bound=UnquantizedEmbeddingMethod)
 
 _DECLARED = "in the format that non_routed_quantization declares"
 
+_DRAFT_PREFIX = "draft_model."
+"""What vLLM puts before the names of a draft model's layers, to tell them from the target's. Its pack knows no such."""
+
 _PER_PROCESS = (
     "_pack",
     "_resolver",
@@ -208,6 +211,7 @@ class Exl3Config(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for one layer, from the headers of the tensors that its name stands for."""
+        prefix = prefix.removeprefix(_DRAFT_PREFIX)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
         if isinstance(layer, VocabParallelEmbedding):
