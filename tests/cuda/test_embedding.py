@@ -2,12 +2,13 @@
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from vllm_exl3.cuda.compiler import ARCHITECTURES, compile_instance, compiler_unavailable
-from vllm_exl3.cuda.embedding import EmbeddingArgs, every_instance, instance_for, ngram_instance
+from vllm_exl3.cuda.embedding import EmbeddingArgs, every_instance, instance_for, ngram_instance, pack_instances
 
 
 @pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
@@ -47,3 +48,11 @@ def test_every_kernel_that_can_be_asked_for_is_compiled_by_the_test() -> None:
 
 def test_arguments_are_laid_out_as_the_kernel_s() -> None:
     assert ctypes.sizeof(EmbeddingArgs) == 6 * 8 + 3 * 8 + 6 * 4
+
+
+def test_a_pack_s_tables_tell_which_kernels_it_needs() -> None:
+    pack = Path(__file__).parents[1] / "data" / "packs" / "qwen3-2.25-mul1-emb4"
+    assert [dict(instance.macros) for instance in pack_instances(str(pack))] == [
+        {"INSTANCE_KIND": "2", "INSTANCE_BITS": "4"}
+    ]
+    assert not pack_instances(str(pack.with_name("llama_odd-4.0-mul1")))

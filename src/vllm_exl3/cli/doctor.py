@@ -41,6 +41,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
 
     if torch.version.cuda is None:
         yield "CPU, every K and codebook against the reference", _cpu
+        yield "CPU, embeddings and n-gram rows against the reference", lambda: _rows("cpu")
         return
     yield "GPUs", _gpus
     yield "NVRTC", _nvrtc
@@ -48,6 +49,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "C compiler and Python.h (Triton, FlashInfer)", _triton
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
+        yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _rows(f"cuda:{index}")
         yield f"cuda:{index} graph capture", lambda index=index: _graph(index)
 
 
@@ -130,6 +132,14 @@ def _kernels(index: int) -> str:
     layers = _layers()
     linear.prepare([(tuple(pack_shards([shard])), 256) for shard in layers], device)
     return f"{runtime.device(index).limits.architecture}, {_compared(linear.linear, layers, device)}"
+
+
+def _rows(device: str) -> str:
+    import torch
+
+    from vllm_exl3.cli.doctor_rows import compare_rows
+
+    return compare_rows(torch.device(device))
 
 
 def _layers() -> "list[Shard]":

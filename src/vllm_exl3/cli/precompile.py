@@ -23,6 +23,7 @@ def precompile(
 
     from vllm_exl3.cuda.cache import CubinCache
     from vllm_exl3.cuda.compiler import compiler_unavailable
+    from vllm_exl3.cuda.embedding import every_instance, pack_instances
     from vllm_exl3.cuda.runtime import build, cache_folder
     from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_kinds, typical_limits
 
@@ -37,10 +38,11 @@ def precompile(
         typer.echo("No CUDA GPU here: name the architecture with --arch, such as --arch sm_90a", err=True)
         raise typer.Exit(1)
     kinds = pack_kinds(pack, revision) if pack else every_kind()
+    rows = pack_instances(pack, revision) if pack else list(every_instance())
     cache = CubinCache(cache_folder())
     for limits in gpus:
         started = time.perf_counter()
-        wanted = instances_for(kinds, limits)
+        wanted = [*instances_for(kinds, limits), *rows]
         build(wanted, limits.architecture, cache)
         seconds = time.perf_counter() - started
         typer.echo(f"{limits.architecture}: {len(wanted)} kernels ready in {cache.folder} after {seconds:.1f} s")

@@ -11,9 +11,10 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.ops.backends import Backend, register_backend
 from vllm_exl3.ops.ngram import NgramTable
 from vllm_exl3.ops.rings import ring_bits
+from vllm_exl3.pack import Pack, StoredRowTable
 from vllm_exl3.pack.assemble import RING_GROUP, RING_NGRAM
 
-__all__ = ["EmbeddingArgs", "embedding", "every_instance", "instance_for", "ngram", "ngram_instance"]
+__all__ = ["EmbeddingArgs", "embedding", "every_instance", "instance_for", "ngram", "ngram_instance", "pack_instances"]
 
 _ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _THREADS = 128
@@ -64,6 +65,18 @@ def every_instance() -> Iterator[Instance]:
         yield from (_instance(kind, vector) for vector in (1, _VECTOR))
     for kind in (_CODED, _NGRAM):
         yield from (_instance(kind, bits) for bits in range(1, 9))
+
+
+def pack_instances(pack: str, revision: str | None = None) -> list[Instance]:
+    """The kernels that a pack's embeddings and n-gram tables use, from its headers."""
+    opened = Pack.open(pack, revision)
+    found = [_instance(_NGRAM, table.bits) for table in opened.ngram_tables.values()]
+    for table in opened.embeddings.values():
+        if isinstance(table, StoredRowTable):
+            found.append(_instance(_CODED, table.bits))
+        else:  # the header of an int4 table does not tell an odd width from the next even one
+            found += [_instance(_INT8 if table.bits == 8 else _INT4, vector) for vector in (1, _VECTOR)]
+    return list(dict.fromkeys(found))
 
 
 def embedding(

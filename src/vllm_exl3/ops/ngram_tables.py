@@ -1,6 +1,6 @@
 """Where the rows of an n-gram table lie while they are served: in memory, or in the pack's files."""
 
-import contextlib
+import weakref
 
 import torch
 
@@ -84,21 +84,16 @@ class PinnedRows:
 
     def __init__(self, rows: int, words: int) -> None:
         self.tensor = torch.empty((rows, words), dtype=torch.int16, device="cpu")
-        self._registered = torch.cuda.is_available()
-        if self._registered:
+        if torch.cuda.is_available():
             runtime = torch.cuda.cudart()
             status = runtime.cudaHostRegister(self.tensor.data_ptr(), self.tensor.nbytes, _REGISTER_FLAGS)
             if int(status) != 0:
-                self._registered = False
                 raise RuntimeError(
                     f"{self.tensor.nbytes / 2**30:.1f} GiB of host memory for the n-gram table could not be pinned "
                     f"({status}). Free memory or raise the container's limit, or set VLLM_EXL3_NGRAM_TABLE=disk."
                 )
-
-    def __del__(self) -> None:
-        if getattr(self, "_registered", False):
-            with contextlib.suppress(Exception):  # the process may be ending
-                torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            # Before the memory goes: a page that stays registered cannot be registered again.
+            weakref.finalize(self, runtime.cudaHostUnregister, self.tensor.data_ptr())
 
 
 def fill(target: torch.Tensor, reader: NgramRows, first_row: int) -> None:
