@@ -11,7 +11,6 @@ import torch
 
 from vllm_exl3.cuda import linear, runtime
 from vllm_exl3.cuda.geometry import Form
-from vllm_exl3.cuda.plan import plan_linear
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.ops.trellis import decode, hadamard
@@ -73,9 +72,9 @@ def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
     for shards in layers:
         wanted += [linear.dequantize_instance(shard) for shard in shards]
         wanted += [
-            plan_linear(tuple(shards), 1, 128, form, device.limits, planes).instance
+            i
             for form in forms
-            for planes in (False, True)
+            for i in linear.plan(tuple(shards), form.tile_rows, 128, form, device.limits, rotated=True).instances
         ]
     started = time.perf_counter()
     device.prepare(wanted)
@@ -93,11 +92,12 @@ def check_every_kind(checks: Checks, seed: int) -> None:
         expected, layout = exact(x, shard, *tensors), pack_shards([shard])
         for form in forms():
             for rows in (1, 17, 37) if form.wide else (1, 2, 3, 4, 5, 8, 11, 16, 37):
-                found = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=False)
+                found = linear.linear(x[:rows], *tensors, None, layout, form=form)
                 name = f"{codebook.label} K={half_bits / 2} {form.name} M={rows}"
                 checks.compare(name, form.name + " " + codebook.label, found, expected[:rows])
-                rotated_inside = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=True)
-                checks.same(name + " planes", rotated_inside, found)
+                if not form.wide:
+                    other = linear.linear(x[:rows], *tensors, None, layout, form=form, rotated=True)
+                    checks.same(name + " rotated before", other, found)
         dense = linear.dequantize(*tensors, pack_shards([shard]), True, torch.float16)
         checks.same(f"dequantize rotated {codebook.label} K={half_bits / 2}", dense,
                         decode(tensors[0].view(shard.trellis_shape), half_bits, codebook))  # fmt: skip
@@ -130,8 +130,8 @@ def check_layers(checks: Checks, seed: int) -> None:
                 for rows in (1, 4, 21):
                     found = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form)
                     checks.compare(f"{name} {dtype} {form.name} M={rows}", name, found, expected[:rows], limit)
-                    other = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form, planes=False)
-                    checks.same(f"{name} {dtype} {form.name} M={rows} planes", found, other)
+                    other = linear.linear(x[:rows], *tensors, bias, pack_shards(shards), form=form, rotated=True)
+                    checks.same(f"{name} {dtype} {form.name} M={rows} rotated before", other, found)
                 whole = linear.linear(x, *tensors, bias, pack_shards(shards), form=form)
                 again = linear.linear(x, *tensors, bias, pack_shards(shards), form=form)
                 alone = torch.cat(
@@ -152,8 +152,6 @@ def check_large(checks: Checks, seed: int) -> None:
             for rows in (1, 3, 8, 17):
                 found = linear.linear(x[:rows], *tensors, None, layout, form=form)
                 checks.compare(f"large {form.name} M={rows}", "large", found, expected[:rows])
-                other = linear.linear(x[:rows], *tensors, None, layout, form=form, planes=False)
-                checks.same(f"large {form.name} M={rows} planes", found, other)
 
 
 def check_magnitudes(checks: Checks, seed: int) -> None:

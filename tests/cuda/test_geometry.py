@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
-from vllm_exl3.cuda.plan import plan_linear
+from vllm_exl3.cuda.narrow import NarrowArgs, NarrowShard, plan_narrow
+from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
@@ -21,18 +23,24 @@ GPUS = {
 }
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
 _SIZES = {"u32": 4, "i64": 8}
+_STRUCTURES = {
+    "problem.cuh": (ShardArgs, LinearArgs),
+    "narrow_problem.cuh": (NarrowShard, NarrowArgs),
+}
 
 
-@pytest.mark.parametrize("structure", [ShardArgs, LinearArgs])
-def test_structures_mirror_the_device(structure: type[ctypes.Structure]) -> None:
-    source = kernel_sources()["problem.cuh"]
-    body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", source, re.S | re.M)
-    assert body is not None
-    found = []
-    for kind, name in re.findall(r"^\s+(.*?)\s*\b(\w+)(?:\[MAX_SHARDS\])?;", re.sub(r"//.*", "", body[1]), re.M):
-        size = ctypes.sizeof(ShardArgs) * 8 if kind == "ShardArgs" else 8 if kind.endswith("*") else _SIZES[kind]
-        found.append((name, size))
-    assert found == [(name, ctypes.sizeof(kind)) for name, kind in structure._fields_]
+@pytest.mark.parametrize("file", sorted(_STRUCTURES))
+def test_structures_mirror_the_device(file: str) -> None:
+    shard, arguments = _STRUCTURES[file]
+    for structure in (shard, arguments):
+        source = kernel_sources()[file]
+        body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", source, re.S | re.M)
+        assert body is not None
+        found = []
+        for kind, name in re.findall(r"^\s+(.*?)\s*\b(\w+)(?:\[MAX_SHARDS\])?;", re.sub(r"//.*", "", body[1]), re.M):
+            size = ctypes.sizeof(shard) * 8 if kind == shard.__name__ else 8 if kind.endswith("*") else _SIZES[kind]
+            found.append((name, size))
+        assert found == [(name, ctypes.sizeof(kind)) for name, kind in structure._fields_]
 
 
 def test_unknown_arguments_are_errors() -> None:
@@ -40,8 +48,27 @@ def test_unknown_arguments_are_errors() -> None:
         LinearArgs().no_such_field = 1  # type: ignore[attr-defined]
 
 
-def _arguments(plan: LinearPlan) -> LinearArgs:
-    return LinearArgs.from_buffer_copy(plan.arguments)
+def _arguments(plan: LinearPlan) -> NarrowArgs:
+    return NarrowArgs.from_buffer_copy(plan.arguments)
+
+
+def _ranges(plan: LinearPlan) -> list[tuple[int, int]]:
+    """Every block's items, as narrow_problem.cuh cuts them."""
+    arguments, found = _arguments(plan), []
+    for block in range(plan.grid[0]):
+        if arguments.parts:
+            strip, part = divmod(block, arguments.parts)
+            first = strip * arguments.depth
+            found.append(
+                (
+                    first + part * arguments.depth // arguments.parts,
+                    first + (part + 1) * arguments.depth // arguments.parts,
+                )
+            )
+        else:
+            first = block * arguments.range_items + min(block, arguments.longer_ranges)
+            found.append((first, first + arguments.range_items + (block < arguments.longer_ranges)))
+    return found
 
 
 def _kind(half_bits: int, codebook: Codebook, blocks: int) -> Shard:
@@ -64,20 +91,21 @@ _shard = st.builds(
 def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: str) -> None:
     shards = tuple(Shard(s.half_bits, s.codebook, in_blocks * 128, s.out_features, 0, s.out_features) for s in shapes)
     limits = GPUS[gpu]
-    for planes in (None, False, True):
-        plan = plan_linear(shards, rows, in_blocks * 128, form, limits, planes)
+    for rotated in (None, False, True):
+        plan = plan_narrow(shards, rows, in_blocks * 128, form, limits, rotated=rotated)
         arguments = _arguments(plan)
-        blocks, row_tiles = plan.grid
-        units = sum(s.out_features // 128 * in_blocks * 2 for s in shards)
-        assert blocks * arguments.range_units + arguments.longer_ranges == units
-        strips = sum(s.out_features // 128 for s in shards)
-        assert blocks <= max(limits.multiprocessors, strips) and row_tiles * form.tile_rows >= rows
-        assert plan.cluster == 1 or blocks == strips * plan.cluster
-        assert plan.shared <= limits.shared_memory
-        assert arguments.ring_units in (1, 2)
-        assert (arguments.activation_stride == 0) == (plan.transform_grid is None)
-        if plan.transform_grid is None:
-            assert arguments.plane_units >= min(in_blocks * 2, -(-units // blocks))
+        channels = 256 * int(dict(plan.instance.macros)["INSTANCE_COLUMNS"])
+        strips = sum(-(-s.out_features // channels) for s in shards)
+        ranges = _ranges(plan)
+        assert ranges[0][0] == 0 and ranges[-1][1] == strips * in_blocks
+        assert all(start < end for start, end in ranges)
+        assert all(one[1] == other[0] for one, other in pairwise(ranges))
+        assert arguments.total_strips == strips and plan.grid[1] * form.tile_rows >= rows
+        assert len(ranges) <= max(limits.multiprocessors, strips)
+        assert plan.shared <= limits.shared_memory - 128
+        assert 1 <= arguments.kept_items <= max(end - start for start, end in ranges)
+        assert (plan.transform is None) == ("records" not in plan.scratch_parts)
+        assert (plan.counters == 0) == ("counters" in plan.scratch_parts) == (plan.grid[1] > 1)
         ends = [*sorted(plan.scratch_parts.values())[1:], plan.scratch]
         assert all(end > start for start, end in zip(sorted(plan.scratch_parts.values()), ends, strict=True))
 
@@ -86,7 +114,7 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
     st.integers(1, 200),
     st.integers(1, 40),
     st.sampled_from(FORMS),
-    st.sampled_from([0, 1]),
+    st.sampled_from([0, 1, 2]),
     st.sampled_from(sorted(GPUS)),
 )
 def test_sums_are_ordered_alike_for_every_batch_of_a_class(
@@ -94,24 +122,33 @@ def test_sums_are_ordered_alike_for_every_batch_of_a_class(
 ) -> None:
     """What decides the order of fp32 sums must not depend on the number of rows or on where the input is rotated."""
     shards = (Shard(8, codebook, 1024, columns * 128, 0, columns * 128),)
+    tiles = (form.tile_rows,) if form.identity else (8, 16)
     plans = [
-        plan_linear(shards, count, 1000, Form(form.identity, tile), GPUS[gpu], planes)
+        plan_narrow(shards, count, 1000, Form(form.identity, tile), GPUS[gpu], rotated=rotated)
         for count in (1, rows)
-        for planes in (False, True)
-        for tile in ((4, 8) if form.identity else (8, 16))
+        for rotated in (False, True)
+        for tile in tiles
     ]
-    assert len({(plan.grid[0], plan.threads, _arguments(plan).range_units) for plan in plans}) == 1
+    assert len({(tuple(_ranges(plan)), dict(plan.instance.macros)["INSTANCE_COLUMNS"]) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(("shape", "blocks"), [((4096, 4096), 128), ((14336, 4096), 128), ((8192, 28672), 132)])
+def test_large_layers_fill_an_h200(shape: tuple[int, int], blocks: int) -> None:
+    plan = plan_narrow((Shard(8, 2, *shape, 0, shape[1]),), 1, shape[0], Form(True, 4), GPUS["h200"])
+    assert plan.grid == (blocks, 1)
 
 
 def test_wide_forms_are_cut_alike() -> None:
     shards = (Shard(7, 2, 1024, 896, 0, 896),)
     plans = [
-        plan_linear(shards, rows, 1024, Form(False, tile), GPUS["h200"]) for tile in (32, 64, 128) for rows in (17, 128)
+        plan_wide(shards, rows, 1024, Form(False, tile), GPUS["h200"]) for tile in (32, 64, 128) for rows in (17, 128)
     ]
-    assert len({(plan.grid[0], _arguments(plan).range_units) for plan in plans}) == 1
-    assert all(plan.shared <= GPUS["h200"].shared_memory and _arguments(plan).ring_units >= 3 for plan in plans)
+    arguments = [LinearArgs.from_buffer_copy(plan.arguments) for plan in plans]
+    assert len({(plan.grid[0], values.range_units) for plan, values in zip(plans, arguments, strict=True)}) == 1
+    assert all(plan.shared <= GPUS["h200"].shared_memory for plan in plans)
+    assert all(values.ring_units >= 3 for values in arguments)
     with pytest.raises(ValueError, match="wgmma"):
-        plan_linear(shards, 32, 1024, Form(False, 32), GPUS["rtx5090"])
+        plan_wide(shards, 32, 1024, Form(False, 32), GPUS["rtx5090"])
 
 
 @pytest.mark.parametrize(
@@ -126,4 +163,4 @@ def test_wide_forms_are_cut_alike() -> None:
 )
 def test_impossible_shards_are_refused(shard: Shard, width: int) -> None:
     with pytest.raises(ValueError, match="shard 0"):
-        plan_linear((shard,), 1, width, FORMS[0], GPUS["h200"])
+        plan_narrow((shard,), 1, width, FORMS[0], GPUS["h200"])

@@ -26,8 +26,8 @@ class Crossover:
     """The largest number of tokens that the identities serve.
 
     Attributes:
-        mul1: for layers whose shards are all mul1.
-        halves: for mcg and 3INST, and for layers that mix.
+        mul1: for layers with a mul1 shard.
+        halves: for mcg and 3INST.
         measured: where the numbers come from: a GPU's name, or None for the model.
     """
 
@@ -94,10 +94,10 @@ def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_
         one_class: decode to fp16 for every number of tokens, so that a row's bits never depend on the batch.
     """
     limits = crossover(architecture)
-    largest = limits.mul1 if codebooks == {Codebook.MUL1} else limits.halves
+    largest = limits.mul1 if Codebook.MUL1 in codebooks else limits.halves
     wide = warpgroups(architecture)
     if rows <= largest and not one_class:
-        return Form(identity=True, tile_rows=4 if rows <= 4 else 8)
+        return Form(identity=True, tile_rows=4 if largest <= 4 else 8)
     if not wide or (rows <= _NARROW and not one_class):
         return Form(identity=False, tile_rows=8 if rows <= 8 else _NARROW)
     return Form(identity=False, tile_rows=next((tile for tile in (32, 64) if rows <= tile), 128))

@@ -26,10 +26,8 @@ __all__ = [
     "LinearPlan",
     "ShardArgs",
     "ShardOffsets",
-    "Totals",
-    "activation_bytes",
+    "TransformLaunch",
     "check_shards",
-    "place_shards",
     "round_up",
 ]
 
@@ -37,7 +35,7 @@ MAX_SHARDS = 8
 """Shards that one launch serves."""
 
 UNIT_IN, HALF_TILES, ROW_PAD = 64, 4, 32
-"""Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after each row."""
+"""Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after a row of weights."""
 
 _NARROW = 16
 
@@ -124,9 +122,7 @@ class ShardArgs(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_uint64, "trellis", "suh", "svh"),
         *_fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *_fields(
-            ctypes.c_uint32, "half_bits", "arithmetic", "first_unit", "first_strip", "activation_block", "sum_block"
-        ),
+        *_fields(ctypes.c_uint32, "half_bits", "first_unit", "first_strip", "activation_block"),
     )
 
 
@@ -136,7 +132,7 @@ class LinearArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("shards", ShardArgs * MAX_SHARDS),
-        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "sums", "counters", "partials"),
+        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
         *_fields(ctypes.c_int64, "x_stride", "out_stride"),
         *_fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
         *_fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "parts", "range_units", "longer_ranges"),
@@ -149,7 +145,6 @@ class LinearArgs(ctypes.Structure):
             "half_stride",
             "activation_stride",
         ),
-        *_fields(ctypes.c_uint32, "plane_stride", "plane_units", "reduction_slots", "slot_bytes", "cluster"),
     )
 
 
@@ -163,19 +158,28 @@ class ShardOffsets:
 
 
 @dataclass(frozen=True, slots=True)
+class TransformLaunch:
+    """A launch that rotates the input: its kernel, blocks in x and y, and threads a block."""
+
+    instance: Instance
+    grid: tuple[int, int]
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
 class LinearPlan:
     """One transform and one GEMM launch, all but the pointers.
 
     Attributes:
         instance: the GEMM kernel.
         arguments: template of the launch arguments; pointers are zero, and shard pointers hold nothing.
+        arguments_type: the structure that they are.
         offsets: where each shard's tensors begin.
         grid: thread blocks of the GEMM, and row tiles.
         threads: threads a block of the GEMM.
         shared: its dynamic shared memory in bytes.
-        cluster: blocks of a thread block cluster.
-        transform_grid: blocks of the transform, or None where the GEMM rotates the input by itself.
-        counters: arrival counters that the launch needs zeroed before it; they are zero again after it.
+        transform: the launch before it that rotates the input, or None where the GEMM does so by itself.
+        counters: of the device's arrival counters that the launch uses, zero before and after it; 0 where its scratch holds them.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
         out_features: columns of the output.
@@ -183,22 +187,21 @@ class LinearPlan:
 
     instance: Instance
     arguments: bytes
+    arguments_type: type[Any]
     offsets: tuple[ShardOffsets, ...]
     grid: tuple[int, int]
     threads: int
     shared: int
-    cluster: int
-    transform_grid: tuple[int, int] | None
+    transform: TransformLaunch | None
     counters: int
     scratch: int
     scratch_parts: dict[str, int]
     out_features: int
 
-
-def activation_bytes(arithmetic: Arithmetic, rows: int) -> int:
-    """Bytes of one unit's transformed activations."""
-    matrices = 8 if arithmetic is Arithmetic.HALF else 16
-    return matrices * (2 if arithmetic is Arithmetic.INTEGER else 1) * rows * 16
+    @property
+    def instances(self) -> list[Instance]:
+        """Its kernels."""
+        return [self.instance] if self.transform is None else [self.transform.instance, self.instance]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -224,56 +227,3 @@ def check_shards(shards: tuple[Shard, ...], in_width: int) -> None:
             raise ValueError(
                 f"shard {index}: crop {shard.crop_start}+{shard.crop_size} of {shard.out_features} columns"
             )
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over a launch's shards: units, strips, bytes of activations a row tile, units of k, output columns."""
-
-    units: int = 0
-    strips: int = 0
-    activations: int = 0
-    depth: int = 0
-    columns: int = 0
-
-
-def place_shards(
-    arguments: LinearArgs,
-    shards: Sequence[Shard],
-    kinds: Sequence[tuple[int, int]],
-    form: Form,
-    row_tiles: int,
-    stored_rows: int,
-    rows: int,
-    strip: int,
-) -> tuple[Totals, tuple[ShardOffsets, ...]]:
-    """Fill in the shards' arguments; gives sums over them, and where each lies in the flat tensors."""
-    totals, offsets = Totals(), []
-    trellis = suh = svh = 0
-    for index, shard in enumerate(shards):
-        arithmetic = form.arithmetic(shard.codebook)
-        strips, depth = -(-shard.out_features // strip), shard.in_features // UNIT_IN
-        arguments.shards[index] = ShardArgs(
-            in_features=shard.in_features,
-            out_features=shard.out_features,
-            crop_start=shard.crop_start,
-            crop_size=shard.crop_size,
-            out_column=totals.columns,
-            kind=kinds.index((shard.half_bits, shard.codebook)),
-            half_bits=shard.half_bits,
-            arithmetic=arithmetic,
-            first_unit=totals.units,
-            first_strip=totals.strips,
-            activation_block=row_tiles * totals.activations // 16,
-            sum_block=rows * totals.depth,
-        )
-        offsets.append(ShardOffsets(trellis, suh, svh))
-        totals.units += strips * depth
-        totals.strips += strips
-        totals.activations += depth * activation_bytes(arithmetic, stored_rows)
-        totals.depth += depth
-        totals.columns += shard.crop_size
-        trellis += shard.trellis_words
-        suh += shard.in_features
-        svh += shard.out_features
-    return totals, tuple(offsets)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from vllm_exl3.cuda import dispatch, runtime
+from vllm_exl3.cuda import dispatch, prefill, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
-from vllm_exl3.cuda.plan import plan_linear
+from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan, ShardArgs
+from vllm_exl3.cuda.narrow import Cut, plan_narrow
+from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, cached_shards
 from vllm_exl3.pack.stored import BLOCK
 
@@ -31,7 +32,8 @@ def linear(
     shards: Sequence[int],
     *,
     form: Form | None = None,
-    planes: bool | None = None,
+    cut: Cut | None = None,
+    rotated: bool | None = None,
 ) -> torch.Tensor:
     """y = ((x·suh) H W H)·svh + bias for every shard, side by side.
 
@@ -43,7 +45,8 @@ def linear(
         bias: ``[sum of crop sizes]`` or None.
         shards: as `ops.shards.pack_shards` makes it.
         form: how to multiply; chosen by the dispatch table when None.
-        planes: whether the GEMM rotates the input by itself; chosen by cost when None.
+        cut: how the narrow kernel divides the work; chosen by modelled time when None.
+        rotated: whether a kernel before it rotates the input; chosen by modelled time when None. It changes no bit.
 
     Returns:
         ``[M, sum of crop sizes]`` in x's dtype.
@@ -69,7 +72,8 @@ def linear(
             group,
             out[:, column : column + width],
             form,
-            planes,
+            cut,
+            rotated,
         )
         column += width
         trellis_at += sum(shard.trellis_words for shard in group)
@@ -107,26 +111,44 @@ def _linear_group(
     shards: tuple[Shard, ...],
     out: torch.Tensor,
     form: Form | None,
-    planes: bool | None,
+    cut: Cut | None,
+    rotated: bool | None,
 ) -> None:
     device = runtime.device(x.device.index)
+    if form is None and cut is None and prefill.serves(shards, x.shape[0], device.limits):
+        prefill.prefill(x, trellis, suh, svh, bias, shards, out)
+        return
     if form is None:
         form = dispatch.choose_form(
             _codebooks(shards), x.shape[0], device.limits.architecture, one_class=dispatch.batch_invariant()
         )
-    # The wide kernel's exchange takes 34 MB a row tile, so its tiles are launched one after the other.
-    window = (
-        form.tile_rows if form.wide else max(form.tile_rows, _window_rows(shards) // form.tile_rows * form.tile_rows)
-    )
+    window = _window_rows(shards, x.shape[1], form, device.limits)
     for first in range(0, x.shape[0], window):
         part = x[first : first + window]
-        plan = plan_linear(shards, part.shape[0], x.shape[1], form, device.limits, planes)
-        _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + window])
+        launch = plan(shards, part.shape[0], x.shape[1], form, device.limits, cut, rotated)
+        _launch(device, launch, part, trellis, suh, svh, bias, out[first : first + window])
+
+
+def plan(
+    shards: tuple[Shard, ...],
+    rows: int,
+    in_width: int,
+    form: Form,
+    limits: GpuLimits,
+    cut: Cut | None = None,
+    rotated: bool | None = None,
+) -> LinearPlan:
+    """The launch that serves ``rows`` tokens of a fused linear in a form."""
+    if form.wide:
+        return plan_wide(shards, rows, in_width, form, limits)
+    return plan_narrow(shards, rows, in_width, form, limits, cut, rotated)
 
 
 @functools.lru_cache(maxsize=1024)
-def _window_rows(shards: tuple[Shard, ...]) -> int:
-    return max(1, _WINDOW_BYTES // (4 * sum(shard.in_features for shard in shards)))
+def _window_rows(shards: tuple[Shard, ...], in_width: int, form: Form, limits: GpuLimits) -> int:
+    """Rows of one launch, a whole number of tiles."""
+    tile = plan(shards, form.tile_rows, in_width, form, limits)
+    return form.tile_rows * max(1, _WINDOW_BYTES // tile.scratch)
 
 
 def _launch(
@@ -143,9 +165,11 @@ def _launch(
     # after everything ahead of them has finished. So any number of streams and captured graphs may run at once.
     stream = torch.cuda.current_stream(x.device).cuda_stream
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
-    arguments = LinearArgs.from_buffer_copy(plan.arguments)
-    if plan.transform_grid is None:
+    arguments = plan.arguments_type.from_buffer_copy(plan.arguments)
+    if plan.counters:
         arguments.counters = device.counters(stream, plan.counters)
+    elif plan.transform is None:  # which would clear them
+        scratch[plan.scratch_parts["counters"] :].zero_()
     base = scratch.data_ptr()
     for name, offset in plan.scratch_parts.items():
         setattr(arguments, name, base + offset)
@@ -159,17 +183,17 @@ def _launch(
     if bias is not None:
         arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
     dependent = device.limits.dependent_launch
-    if plan.transform_grid is not None:
-        device.kernel(runtime.TRANSFORM).launch(
-            plan.transform_grid, runtime.TRANSFORM_THREADS, 0, stream, [arguments], dependent
+    if plan.transform is not None:
+        device.kernel(plan.transform.instance).launch(
+            plan.transform.grid, plan.transform.threads, 0, stream, [arguments], dependent
         )
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
-    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
+    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent)
 
 
-_EVERY_FORM = (*range(1, 18), 33, 65)
-"""Batch sizes that between them choose every form, with the input rotated in the GEMM and before it."""
+_EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 33, 65)
+"""Batch sizes that between them choose every form and every ring."""
 
 
 def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list[Instance]:
@@ -180,16 +204,15 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
         in_width: columns of the layer's input.
         limits: the GPU.
     """
-    every, found = cached_shards(shards), [runtime.TRANSFORM]
+    every, found = cached_shards(shards), []
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
         for rows in _EVERY_FORM:
             form = dispatch.choose_form(
                 _codebooks(group), rows, limits.architecture, one_class=dispatch.batch_invariant()
             )
-            found.append(plan_linear(group, min(rows, form.tile_rows), in_width, form, limits).instance)
-            if rows > form.tile_rows:
-                found.append(plan_linear(group, rows, in_width, form, limits).instance)
+            found += plan(group, min(rows, form.tile_rows), in_width, form, limits).instances
+        found += prefill.instances(group, limits)
     return list(dict.fromkeys(found))
 
 

@@ -17,15 +17,11 @@ from vllm_exl3.cuda.cache import CubinCache, default_folder
 from vllm_exl3.cuda.compiler import Instance, compile_instance, fingerprint
 from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.wide import TRANSFORM
 
-__all__ = ["TRANSFORM", "TRANSFORM_THREADS", "Device", "architecture_of", "build", "cache_folder", "device"]
+__all__ = ["Device", "architecture_of", "build", "cache_folder", "device"]
 
 logger = logging.getLogger(__name__)
-
-TRANSFORM = Instance("transform.cu", "exl3_transform")
-"""The kernel that rotates inputs, which every model needs."""
-
-TRANSFORM_THREADS = 896
 
 _COUNTERS = 1 << 20
 """Arrival counters of a device (4 MiB): shares of eager streams, then those of captured launches."""

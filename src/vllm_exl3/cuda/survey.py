@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from vllm_exl3.cuda import dispatch
+from vllm_exl3.cuda import dispatch, prefill
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.geometry import Form, GpuLimits
-from vllm_exl3.cuda.plan import plan_linear
+from vllm_exl3.cuda.linear import plan
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
@@ -61,14 +61,17 @@ def pack_kinds(pack: str, revision: str | None = None) -> list[tuple[int, int]]:
 
 def instances_for(kinds: Iterable[tuple[int, int]], limits: GpuLimits) -> list[Instance]:
     """The kernels that unfused layers of these kinds use on a GPU, for any batch size."""
-    found = [Instance("transform.cu", "exl3_transform")]
+    found = []
     for half_bits, codebook in kinds:
         macros = (("INSTANCE_HALF_BITS", str(half_bits)), ("INSTANCE_CODEBOOK", str(codebook)))
         found.append(Instance("dequantize.cu", "exl3_dequantize", macros))
         for form in forms(codebook, limits.architecture):
             for width, height in _TYPICAL_SHAPES:
                 shard = Shard(half_bits, codebook, width, height, 0, height)
-                found += [plan_linear((shard,), rows, width, form, limits).instance for rows in (1, form.tile_rows)]
+                for rows in (1, form.tile_rows):
+                    launch = plan((shard,), rows, width, form, limits)
+                    found += launch.instances
+        found += prefill.instances((Shard(half_bits, codebook, *_TYPICAL_SHAPES[0], 0, _TYPICAL_SHAPES[0][1]),), limits)
     return list(dict.fromkeys(found))
 
 

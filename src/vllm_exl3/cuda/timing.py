@@ -9,6 +9,7 @@ import torch
 
 from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.narrow import Cut
 from vllm_exl3.ops.shards import Shard, pack_shards
 
 __all__ = ["Rotation", "cublas_us", "limit_us", "linear_us", "random_trellis", "random_weights", "replayed"]
@@ -77,11 +78,13 @@ class Rotation:
         _, self.suh, self.svh = random_weights(Shard(2, codebook, *shape, 0, shape[1]), 1)
         self.layout = tuple(pack_shards([self.shard]))
 
-    def time(self, x: torch.Tensor, form: Form | None = None, planes: bool | None = None) -> float:
+    def time(
+        self, x: torch.Tensor, form: Form | None = None, cut: Cut | None = None, rotated: bool | None = None
+    ) -> float:
         """Microseconds of one linear."""
         return replayed(
             lambda i: linear.linear(
-                x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form, planes=planes
+                x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form, cut=cut, rotated=rotated
             ),
             self.copies,
         )

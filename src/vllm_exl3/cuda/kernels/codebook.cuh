@@ -41,3 +41,13 @@ __device__ __forceinline__ u32 decode_pair(u32 first, u32 second) {
     }
     return weights;
 }
+
+// Two mul1 states to two fp16 numbers 1024 + B, B the byte sums, exact. For kernels that account for the offset elsewhere.
+__device__ __forceinline__ u32 decode_byte_sums(u32 first, u32 second) {
+    const u32 x = product_word<MUL1>(first), y = product_word<MUL1>(second);
+    const u32 low = __dp4a(x, 0x01010101u, 0x6400u);
+    u32 high, both;
+    asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(high) : "r"(y), "r"(0u), "r"(0x6400u));
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(both) : "r"(high), "r"(0x10000u), "r"(low));
+    return both;
+}

@@ -1,4 +1,4 @@
-// From a half unit in shared memory to tensor-core fragments, and the products themselves.
+// From tiles in shared memory to tensor-core fragments, and the products themselves.
 //
 // The four lanes of a quad own the same output channels of four different k-tiles (q = lane & 3), so one step covers
 // 64 k × 16 channels. k is permuted by that, in the same way on both operands:
@@ -7,15 +7,15 @@
 #pragma once
 #include "codebook.cuh"
 #include "mma.cuh"
-#include "pipeline.cuh"
 #include "window.cuh"
 
 template <int HALF_BITS, int CODEBOOK, int ARITHMETIC, int TILE_ROWS>
 struct Kind {
-    static constexpr int half_bits = HALF_BITS, codebook = CODEBOOK, arithmetic = ARITHMETIC;
+    static constexpr int half_bits = HALF_BITS, codebook = CODEBOOK, arithmetic = ARITHMETIC, tile_rows = TILE_ROWS;
     // Groups of 8 columns of B: INTEGER takes two columns a token.
     static constexpr int columns = ARITHMETIC == INTEGER ? TILE_ROWS / 4 : TILE_ROWS < 8 ? 1 : TILE_ROWS / 8;
     static constexpr int matrices = ARITHMETIC == HALF ? 8 : 16;
+    static constexpr bool byte_sums = ARITHMETIC == HALF && CODEBOOK == MUL1;  // decode_byte_sums serves
     using Window = ::Window<HALF_BITS>;
 };
 template <int ARITHMETIC> struct Sum { using type = float; };

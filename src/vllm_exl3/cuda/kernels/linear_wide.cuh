@@ -9,6 +9,7 @@
 // others' products run, and its own of the unit before.
 #pragma once
 #include "fragments.cuh"
+#include "pipeline.cuh"
 #include "store.cuh"
 #include "wgmma.cuh"
 

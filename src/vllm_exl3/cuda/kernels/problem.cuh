@@ -1,10 +1,11 @@
-// What a launch is told, and how work is cut: mirrored field by field in vllm_exl3/cuda/geometry.py.
+// What a launch of the wide kernel is told, and how its work is cut: mirrored field by field in vllm_exl3/cuda/geometry.py.
 //
 // Work is a list of units. A unit is 64 input channels × one strip of output channels; units of one strip lie together with k
-// rising, strips of one shard together. A strip is one Hadamard block (128 channels), in the wide kernel two. The list is cut into contiguous ranges, one a thread
-// block in x, equal within one unit; that depends on (N, K, blocks) alone and so does the order of every sum. blockIdx.y is
-// the tile of rows (tokens).
+// rising, strips of one shard together. A strip is one or two Hadamard blocks (128 channels). The list is cut into contiguous
+// ranges, one a thread block in x, equal within one unit; that depends on (N, K, blocks) alone and so does the order of every
+// sum. blockIdx.y is the tile of rows (tokens).
 #pragma once
+#include "launch.cuh"
 #include "types.cuh"
 
 constexpr int MAX_SHARDS = 8;
@@ -22,11 +23,9 @@ struct ShardArgs {
     u32 out_column;        // where its returned columns begin in the output
     u32 kind;              // index in the kernel's list of kinds
     u32 half_bits;
-    u32 arithmetic;
     u32 first_unit;        // in the launch's list of units
     u32 first_strip;       // in the launch's list of strips
     u32 activation_block;  // where its transformed activations begin, in 16 bytes
-    u32 sum_block;         // where its sums of quantised activations begin, in elements
 };
 
 struct LinearArgs {
@@ -36,7 +35,6 @@ struct LinearArgs {
     const void* bias;      // [sum of crop_size] or null
     u8* activations;       // scratch: transformed activations in fragment order
     float* scales;         // scratch [shard][rows]: what undoes the row's scale
-    int* sums;             // scratch [shard][rows][units of k]: sums of quantised activations
     u32* counters;         // [row tiles][strips]: arrivals; zero before and after every launch
     uint4* partials;       // scratch [row tiles][2 × blocks][partial_stride]: sums of strips that several blocks share
     i64 x_stride;          // elements
@@ -45,7 +43,7 @@ struct LinearArgs {
     u32 rows;
     u32 row_tiles;
     u32 tile_rows;         // tokens a row tile holds
-    u32 stored_rows;       // tokens whose activations are stored a row tile: min(rows, tile_rows)
+    u32 stored_rows;       // tokens whose activations are stored a row tile
     u32 in_width;          // columns of x; the rest up to in_features counts as zero
     u32 x_type;
     u32 out_type;
@@ -54,25 +52,16 @@ struct LinearArgs {
     u32 range_units;       // units of a block's range, and how many ranges hold one more
     u32 longer_ranges;
     u32 total_strips;
-    u32 strip_tiles;       // tile columns of a strip: 8, or 16 in the wide kernel
-    u32 partial_stride;    // uint4 of one block's sums of a strip, the widest kind's
-    u32 ring_units;        // units each warp's ring holds
+    u32 strip_tiles;       // tile columns of a strip: 8 or 16
+    u32 partial_stride;    // uint4 of one block's sums of a strip
+    u32 ring_units;        // units a ring holds
     u32 half_stride;       // bytes of half a unit's weights in the ring, the widest kind's
-    u32 activation_stride; // bytes of a unit's activations in the ring, the widest kind's; 0 when the GEMM transforms
-    u32 plane_stride;      // bytes from one row of transformed activations in shared memory to the next
-    u32 plane_units;       // units of k that are kept there
-    u32 reduction_slots;   // warps' sums that shared memory holds at once: WARPS or WARPS / 2
-    u32 slot_bytes;        // of one warp's sums
-    u32 cluster;           // blocks that share a strip and exchange through distributed shared memory; 1: through global memory
+    u32 activation_stride; // bytes of a unit's activations in the ring
 };
 
-// Fragment order of the activations of one unit: `matrices` 8×8 matrices of 16-byte rows; a row is one column of the
-// MMA's B operand, word q of it belongs to k-tile q of the unit. INTEGER stores two rows a token (high and low plane).
-__device__ __forceinline__ u32 unit_matrices(u32 arithmetic) { return arithmetic == 2 /* HALF */ ? 8 : 16; }
-__device__ __forceinline__ u32 token_rows(u32 arithmetic) { return arithmetic == 0 /* INTEGER */ ? 2 : 1; }
-__device__ __forceinline__ u32 unit_activation_bytes(u32 arithmetic, u32 stored_rows) {
-    return unit_matrices(arithmetic) * token_rows(arithmetic) * stored_rows * 16;
-}
+// Fragment order of the activations of one unit: eight 8×8 matrices of 16-byte rows; a row is one column of the MMA's B operand,
+// word q of it belongs to k-tile q of the unit.
+__device__ __forceinline__ u32 unit_activation_bytes(u32 stored_rows) { return 8 * stored_rows * 16; }
 
 __device__ __forceinline__ u32 range_begin(const LinearArgs& args, u32 block) {
     return block * args.range_units + min(block, args.longer_ranges);
@@ -80,40 +69,4 @@ __device__ __forceinline__ u32 range_begin(const LinearArgs& args, u32 block) {
 __device__ __forceinline__ u32 block_of_unit(const LinearArgs& args, u32 unit) {
     const u32 longer = args.longer_ranges * (args.range_units + 1);
     return unit < longer ? unit / (args.range_units + 1) : args.longer_ranges + (unit - longer) / args.range_units;
-}
-
-// Programmatic dependent launch: what the kernel before wrote may be touched only after `wait_for_previous`.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Thread block clusters: barriers, and the shared memory of the other blocks.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ uint4 load_from_cluster(u32 address, u32 rank) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %4, %5;\n"
-        "ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [remote];\n"
-        "}\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address), "r"(rank) : "memory");
-#endif
-    return v;
 }

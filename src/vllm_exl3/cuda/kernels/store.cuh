@@ -1,10 +1,10 @@
 // The output side of one token's strip: H, the row's scale, svh, bias, crop, cast.
 #pragma once
 #include "hadamard.cuh"
-#include "problem.cuh"
 
 // One warp; lane l holds channels 4l..4l+3 of the strip, `column` is its first stored column, `undo` the row's scale.
-__device__ __forceinline__ void store_token(const LinearArgs& args, const ShardArgs& shard, const float4& value, float undo,
+template <class Args, class Shard>
+__device__ __forceinline__ void store_token(const Args& args, const Shard& shard, const float4& value, float undo,
                                             uint2 packed_svh, u32 column, u32 row, int lane) {
     float v[4] = {value.x, value.y, value.z, value.w};
     const float scale = undo * HADAMARD_SCALE;

@@ -1,4 +1,4 @@
-// The input transform of every shard of a fused layer, for launches whose GEMM does not do it by itself.
+// The input transform of every shard of a fused layer, for the wide kernel.
 //
 // Grid (parts, rows). Each of a row's `parts` blocks finds the row's scale by itself, which is cheaper than a second
 // launch, and then writes only its own part, in the fragment order of problem.cuh.
@@ -8,34 +8,15 @@ constexpr int TRANSFORM_THREADS = 896;  // 28 warps hold 112 blocks: 14336 chann
 constexpr int TRANSFORM_WARPS = TRANSFORM_THREADS / 32;
 constexpr int HELD = 4;  // 128-blocks whose loads a warp overlaps
 
-// Stores the four values of a lane (k = 4·lane .. 4·lane+3 of a 128-block) in fragment order; returns their sum.
-__device__ __forceinline__ int store_values(const float (&v)[4], float factor, u8* unit, u32 arithmetic, u32 stored_rows, u32 token,
-                                            int lane) {
+// Stores the four values of a lane (k = 4·lane .. 4·lane+3 of a 128-block) in fragment order.
+__device__ __forceinline__ void store_values(const float (&v)[4], float factor, u8* unit, u32 stored_rows, u32 token, int lane) {
     const u32 q = lane >> 2 & 3, first = 4 * (lane & 3);  // k-tile in the unit, first k in the tile
     u32* words = reinterpret_cast<u32*>(unit);
-    if (arithmetic == HALF) {
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const u32 k = first + 2 * pair, matrix = 2 * (k >> 1 & 3) + (k >> 3);
-            words[(matrix * stored_rows + token) * 4 + q] = half_pair(v[2 * pair] * factor, v[2 * pair + 1] * factor);
-        }
-        return 0;
+    for (int pair = 0; pair < 2; ++pair) {
+        const u32 k = first + 2 * pair, matrix = 2 * (k >> 1 & 3) + (k >> 3);
+        words[(matrix * stored_rows + token) * 4 + q] = half_pair(v[2 * pair] * factor, v[2 * pair + 1] * factor);
     }
-    int sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 k = first + i, matrix = ((k >> 1 & 3) * 2 + (k >> 3)) * 2 + (k & 1);
-        if (arithmetic == PAIR) {
-            words[(matrix * stored_rows + token) * 4 + q] = float_to_half(v[i] * factor) * 0x10001u;
-        } else {
-            const int a = __float2int_rn(v[i] * factor), high = (a + 64) >> 7, low = a - 128 * high;
-            u32* row = words + (matrix * stored_rows + token) * 8 + q;
-            row[0] = (u32(high) & 0xffu) * 0x01010101u;
-            row[4] = (u32(low) & 0xffu) * 0x01010101u;
-            sum += a;
-        }
-    }
-    return sum;
 }
 
 extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 1) exl3_transform(const __grid_constant__ LinearArgs args) {
@@ -53,12 +34,11 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 1) exl3_transfor
     for (u32 s = 0; s < args.shard_count; ++s) {
         const ShardArgs& shard = args.shards[s];
         const u32 blocks = shard.in_features / STRIP, begin = part * blocks / args.parts, end = (part + 1) * blocks / args.parts;
-        const bool integer = shard.arithmetic == INTEGER;
         // Warp w has blocks w, w + TRANSFORM_WARPS, …; one batch of them stays in registers where that is all.
         const bool held = blocks <= HELD * TRANSFORM_WARPS;
         u32 bits = 0;
         for (u32 first = warp; first < blocks; first += HELD * TRANSFORM_WARPS) {
-            batch.load(args, shard, integer, lane, [&](int i) {
+            batch.load(args, shard, false, lane, [&](int i) {
                 return BatchPlace{row, first + i * TRANSFORM_WARPS, first + i * TRANSFORM_WARPS < blocks};
             });
 #pragma unroll
@@ -68,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 1) exl3_transfor
         bits = __reduce_max_sync(0xffffffffu, bits);
         if (lane == 0) atomicMax(&largest[s], bits);
         __syncthreads();
-        const RowScale scale = row_scale(shard.arithmetic, largest[s]);
+        const RowScale scale = row_scale(HALF, largest[s]);
         if (part == 0 && threadIdx.x == 0) args.scales[s * args.rows + row] = scale.undo;
-        const u32 unit_bytes = unit_activation_bytes(shard.arithmetic, args.stored_rows);
+        const u32 unit_bytes = unit_activation_bytes(args.stored_rows);
         u8* target = args.activations + static_cast<u64>(shard.activation_block) * 16 +
             static_cast<u64>(row_tile * 2 * blocks) * unit_bytes;
         for (u32 first = held ? warp : begin + warp; first < end; first += HELD * TRANSFORM_WARPS) {
@@ -82,12 +62,8 @@ extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 1) exl3_transfor
             for (int i = 0; i < HELD; ++i) {
                 const u32 block = first + i * TRANSFORM_WARPS, unit = 2 * block + (lane >> 4);
                 if (block < begin || block >= end) continue;
-                if (held && !integer) hadamard128(batch.v[i], lane);
-                int sum = store_values(batch.v[i], scale.factor, target + static_cast<u64>(unit) * unit_bytes, shard.arithmetic,
-                                       args.stored_rows, token, lane);
-                if (!integer) continue;
-                sum = __reduce_add_sync(lane < 16 ? 0xffffu : 0xffff0000u, sum);
-                if ((lane & 15) == 0) args.sums[shard.sum_block + row * 2 * blocks + unit] = sum;
+                if (held) hadamard128(batch.v[i], lane);
+                store_values(batch.v[i], scale.factor, target + static_cast<u64>(unit) * unit_bytes, args.stored_rows, token, lane);
             }
         }
     }

@@ -1,0 +1,71 @@
+// What a launch of the narrow kernel is told, and how its work is cut: mirrored field by field in vllm_exl3/cuda/narrow.py.
+//
+// Work is a list of items. An item is 128 input channels (one Hadamard block of k) × one strip of output channels; items of one
+// strip lie together with k rising, strips of one shard together. A strip is 256·J channels, J tile columns for each of 16 warps.
+// Every thread block takes a contiguous range: an equal part of one strip (`parts` > 0), or an equal part of the whole list.
+// That depends on (N, K, GPU) alone and so does the order of every sum. blockIdx.y is the tile of rows (tokens).
+#pragma once
+#include "types.cuh"
+
+constexpr u32 WARPS = 16;
+constexpr u32 THREADS = 32 * WARPS;
+constexpr u32 MAX_SHARDS = 8;
+constexpr u32 BLOCK = 128;      // channels of a Hadamard block
+constexpr u32 ITEM_TILES = 8;   // k-tiles of an item
+constexpr u32 ROW_PAD = 32;     // bytes after each k-tile's row in the ring: makes the lanes' reads free of bank conflicts
+
+struct NarrowShard {
+    const u8* trellis;
+    const u16* suh;        // fp16 [in_features]
+    const u16* svh;        // fp16 [out_features]
+    u32 in_features;       // stored, a multiple of 128
+    u32 out_features;      // stored, a multiple of 128
+    u32 crop_start;        // first stored column that is returned
+    u32 crop_size;
+    u32 out_column;        // where its returned columns begin in the output
+    u32 kind;              // index in the launch's list of kinds
+    u32 half_bits;
+    u32 codebook;
+    u32 arithmetic;
+    u32 first_item;        // in the launch's list of items
+    u32 first_strip;       // in the launch's list of strips
+    u32 first_record;      // in a row tile's list of records
+};
+
+struct NarrowArgs {
+    NarrowShard shards[MAX_SHARDS];
+    const void* x;
+    void* out;
+    const void* bias;      // [sum of crop_size] or null
+    float* partials;       // scratch [row tile][piece of a strip][row][channel]
+    const uint4* records;  // scratch [row tile][record] of what the rotating kernel wrote, or null: rotate here
+    u32* counters;         // [row tile][strip]: arrivals; zero before and after every launch
+    i64 x_stride;          // elements
+    i64 out_stride;
+    u32 shard_count;
+    u32 rows;
+    u32 in_width;          // columns of x; the rest up to in_features counts as zero
+    u32 x_type;
+    u32 out_type;
+    u32 bias_type;
+    u32 parts;             // blocks that share a strip, or 0 where the whole list is cut
+    u32 depth;             // items of a strip where parts > 0
+    u32 range_items;       // items of a block's range where parts = 0, and how many ranges hold one more
+    u32 longer_ranges;
+    u32 total_strips;
+    u32 kept_items;        // items whose activations shared memory holds at once
+    u32 total_records;     // of a row tile: one an item of k and shard
+};
+
+__device__ __forceinline__ u32 range_begin(const NarrowArgs& args, u32 block) {
+    if (args.parts) return block / args.parts * args.depth + block % args.parts * args.depth / args.parts;
+    return block * args.range_items + min(block, args.longer_ranges);
+}
+__device__ __forceinline__ u32 range_end(const NarrowArgs& args, u32 block) {
+    if (args.parts) return block / args.parts * args.depth + (block % args.parts + 1) * args.depth / args.parts;
+    return range_begin(args, block + 1);
+}
+__device__ __forceinline__ u32 block_of_item(const NarrowArgs& args, u32 item) {
+    const u32 longer = args.longer_ranges * (args.range_items + 1);
+    return item < longer ? item / (args.range_items + 1) : args.longer_ranges + (item - longer) / args.range_items;
+}
