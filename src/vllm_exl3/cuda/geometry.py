@@ -35,7 +35,7 @@ MAX_SHARDS = 8
 """Shards that one launch serves."""
 
 UNIT_IN, HALF_TILES, ROW_PAD = 64, 4, 32
-"""Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after a row of weights."""
+"""Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after each row."""
 
 _NARROW = 16
 
@@ -179,7 +179,8 @@ class LinearPlan:
         threads: threads a block of the GEMM.
         shared: its dynamic shared memory in bytes.
         transform: the launch before it that rotates the input, or None where the GEMM does so by itself.
-        counters: of the device's arrival counters that the launch uses, zero before and after it; 0 where its scratch holds them.
+        counters: of the device's arrival counters that the launch uses, zero before and after it; 0 where its scratch
+            holds them.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
         out_features: columns of the output.

@@ -87,8 +87,8 @@ _ITEM_US, _COLUMN_US = 0.26, 0.655
 """Microseconds of an item of 128 × 256 weights on one multiprocessor of an H200, and of each tile column of it."""
 
 _END_US, _SECOND_END_US, _EXCHANGE_US, _ADD_US = 0.5, 2.0, 0.9, 0.06
-"""Of ending a piece of a strip, for each tile column; of a second end in a block; of waiting for other blocks' pieces; of
-adding one up. From measurements on an H200 (docs/kernels-gpu.md)."""
+"""Of ending a piece of a strip, for each tile column; of a second end in a block; of waiting for other blocks' pieces;
+of adding one up. From measurements on an H200 (docs/kernels-gpu.md)."""
 
 
 def _cuts(shards: Sequence[Shard], limits: GpuLimits, most_columns: int) -> list[tuple[float, Cut]]:
@@ -135,7 +135,7 @@ def _slot_bytes(half_bits: int, columns: int) -> int:
 
 
 def _most_columns(form: Form, kinds: Sequence[tuple[int, int]], limits: GpuLimits) -> int:
-    """Tile columns a warp may have: sums must fit the registers, and three items of its ring and two records the memory.
+    """Tile columns a warp may have: sums must fit the registers, three items of its ring and two records the memory.
 
     The same for every tile of an arithmetic class, since columns decide the order of sums.
     """
@@ -239,7 +239,7 @@ def plan_narrow(
 def _place(
     arguments: NarrowArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], form: Form, channels: int
 ) -> tuple[tuple[ShardOffsets, ...], int, int, int, int]:
-    """Fill in the shards' arguments; gives where each lies in the flat tensors, strips, items, records, output columns."""
+    """Fill in the shards' arguments; gives where each lies in the flat tensors, strips, items, records and columns."""
     offsets, strips, items, records, columns = [], 0, 0, 0, 0
     trellis = suh = svh = 0
     for index, shard in enumerate(shards):

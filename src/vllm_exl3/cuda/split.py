@@ -7,8 +7,8 @@ from vllm_exl3.cuda.geometry import GpuLimits
 __all__ = ["split"]
 
 _EXCHANGE, _STRIP, _SECOND_STRIP = 6, 6, 8
-"""What sharing and ending strips costs, in units of work: adding up a strip that blocks share; ending a strip and beginning
-the next; the same where the block has an exchange at both. From traces of an H200 (docs/kernels-gpu.md)."""
+"""What sharing and ending strips costs, in units of work: adding up a strip that blocks share; ending a strip and
+beginning the next; the same where the block has an exchange at both. From traces of an H200 (docs/kernels-gpu.md)."""
 
 
 @functools.lru_cache(maxsize=4096)

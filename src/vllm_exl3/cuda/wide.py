@@ -1,4 +1,4 @@
-"""Cuts one fused linear into a transform and a launch of the wide kernel (linear_wide.cu): 17 tokens and more, Hopper."""
+"""Cuts one fused linear into a transform and a launch of the wide kernel (linear_wide.cu): from 17 tokens, Hopper."""
 
 import functools
 from collections.abc import Sequence
