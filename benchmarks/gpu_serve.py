@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Dense EXL3 packs through stock vLLM on a GPU: golden logits, graphs against no graphs, and decode speed.
 
-    python benchmarks/gpu_serve.py golden PACK ...          relative error and KL divergence from exllamav3's logits
+    python benchmarks/gpu_serve.py golden PACK ...          relative error and KL divergence from exllamav3's logits;
+                                                            several packs are served at the same time
     python benchmarks/gpu_serve.py graphs PACK              tokens with FULL_AND_PIECEWISE graphs and with none
     python benchmarks/gpu_serve.py speed {exl3,bf16} [--batches 1 8 32]
-    (each with --out FILE to write the rows as JSON)
+    (each with --out FILE: rows are written as they are measured)
 
 ``speed`` serves an 8B-shaped model (32 layers, 4096/14336, 8 KV heads): random trellises of 4 bits with a head of 6,
 or random bf16 weights. Tokens per second are those of decoding alone, from the difference between two output lengths.
@@ -16,9 +17,11 @@ import importlib.util
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,11 @@ SHAPE = {
     "head_dim": 128,
     "vocab": 128256,
 }
+Row = dict[str, Any]
+
+_ROW = "ROW "
+"""Begins the lines that hold results."""
+
 PROMPT = 128
 SHORT, LONG = 16, 272
 
@@ -71,34 +79,46 @@ def unload(llm: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
-def golden(folders: list[Path]) -> list[dict[str, Any]]:
-    """Compare whole forward passes with exllamav3's own."""
-    rows = []
-    for folder in folders:
-        reference = np.load(folder / "golden.npz")
-        theirs = torch.from_numpy(reference["logits"].astype(np.float64))
-        # Gemma 2 refuses float16.
-        dtype = "bfloat16" if "gemma2" in folder.name else "float16"
-        backends.reset_calls()
-        llm = load(folder, dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=4)
-        ours = logits_of(llm, [int(token) for token in reference["ids"]])[:, : theirs.shape[1]].double().cpu()
-        unload(llm)
-        p, q = torch.log_softmax(theirs, -1), torch.log_softmax(ours, -1)
-        rows.append(
-            {
-                "kernel": "+".join(sorted({backend for _, backend, _ in backends.calls()})),
-                "subject": "logits",
-                "pack": folder.name,
-                "dtype": dtype,
-                "error": float((ours - theirs).norm() / theirs.norm()),
-                "kl": float((p.exp() * (p - q)).sum(-1).mean()),
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
+def golden(folders: list[Path]) -> Iterator[Row]:
+    """Compare whole forward passes with exllamav3's own, a process a pack."""
+    if len(folders) == 1:
+        yield golden_of(folders[0])
+        return
+    jobs = [
+        subprocess.Popen([sys.executable, __file__, "golden", str(folder)], stdout=subprocess.PIPE, text=True)
+        for folder in folders
+    ]
+    for folder, job in zip(folders, jobs, strict=True):
+        lines = [line for line in job.communicate()[0].splitlines() if line.startswith(_ROW)]
+        if not lines:
+            raise SystemExit(
+                f"{folder}: the pack's process ended with {job.returncode} and no result; its log is above"
+            )
+        yield json.loads(lines[-1].removeprefix(_ROW))
 
 
-def graphs(folder: Path) -> list[dict[str, Any]]:
+def golden_of(folder: Path) -> Row:
+    """One pack."""
+    reference = np.load(folder / "golden.npz")
+    theirs = torch.from_numpy(reference["logits"].astype(np.float64))
+    # Gemma 2 refuses float16.
+    dtype = "bfloat16" if "gemma2" in folder.name else "float16"
+    backends.reset_calls()
+    options = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28}
+    llm = load(folder, dtype=dtype, enforce_eager=True, **options)
+    ours = logits_of(llm, [int(token) for token in reference["ids"]])[:, : theirs.shape[1]].double().cpu()
+    p, q = torch.log_softmax(theirs, -1), torch.log_softmax(ours, -1)
+    return {
+        "kernel": "+".join(sorted({backend for _, backend, _ in backends.calls()})),
+        "subject": "logits",
+        "pack": folder.name,
+        "dtype": dtype,
+        "error": float((ours - theirs).norm() / theirs.norm()),
+        "kl": float((p.exp() * (p - q)).sum(-1).mean()),
+    }
+
+
+def graphs(folder: Path) -> Iterator[Row]:
     """Greedy tokens with and without CUDA graphs, at one compilation mode."""
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
     tokens = {}
@@ -106,17 +126,11 @@ def graphs(folder: Path) -> list[dict[str, Any]]:
         llm = load(folder, dtype="float16", max_num_seqs=4, compilation_config={"cudagraph_mode": mode})
         tokens[mode] = generate(llm, prompts, 32)
         unload(llm)
-    row = {
-        "kernel": "native",
-        "subject": "graphs",
-        "pack": folder.name,
-        "equal": len({str(t) for t in tokens.values()}) == 1,
-    }
-    print(row, flush=True)
-    return [row]
+    equal = len({str(t) for t in tokens.values()}) == 1
+    yield {"kernel": "native", "subject": "graphs", "pack": folder.name, "equal": equal}
 
 
-def speed(kind: str, batches: list[int]) -> list[dict[str, Any]]:
+def speed(kind: str, batches: list[int]) -> Iterator[Row]:
     """Decode an 8B-shaped model at several batch sizes."""
     with tempfile.TemporaryDirectory() as temporary:
         if kind == "exl3":
@@ -127,12 +141,11 @@ def speed(kind: str, batches: list[int]) -> list[dict[str, Any]]:
             llm = load(folder, dtype="bfloat16", load_format="dummy")
         weights = sum(parameter.nbytes for parameter in model_of(llm).parameters())
         memory = torch.cuda.memory_allocated()
-        rows = [decode(llm, kind, batch) | {"weight_bytes": weights, "allocated_bytes": memory} for batch in batches]
-        unload(llm)
-    return rows
+        for batch in batches:
+            yield decode(llm, kind, batch) | {"weight_bytes": weights, "allocated_bytes": memory}
 
 
-def decode(llm: Any, kind: str, batch: int) -> dict[str, Any]:
+def decode(llm: Any, kind: str, batch: int) -> Row:
     """Time one batch size, and attribute the GPU's time to kernels."""
     rng = np.random.default_rng(0)
     prompts = [[int(token) for token in rng.integers(0, SHAPE["vocab"], PROMPT)] for _ in range(batch)]
@@ -150,7 +163,7 @@ def decode(llm: Any, kind: str, batch: int) -> dict[str, Any]:
         generate(llm, prompts, SHORT)
     kernels = {event.key: event.self_device_time_total for event in profile.key_averages()}
     ours = sum(time_ for name, time_ in kernels.items() if name.startswith("exl3_"))
-    row = {
+    return {
         "kernel": "native" if kind == "exl3" else "cublas_bf16",
         "subject": "decode",
         "m": batch,
@@ -158,8 +171,6 @@ def decode(llm: Any, kind: str, batch: int) -> dict[str, Any]:
         "tokens_per_second": batch / step,
         "exl3_share_of_gpu_time": ours / sum(kernels.values()),
     }
-    print(row, flush=True)
-    return row
 
 
 def bf16_config(folder: Path) -> Path:
@@ -186,6 +197,18 @@ def bf16_config(folder: Path) -> Path:
     return folder
 
 
+def _write(out: Path, row: Row) -> None:
+    """Put one row into the results file, in the place of what it measures anew."""
+    identity = [key for key in ("subject", "kernel", "pack", "m") if key in row]
+    write_results(
+        out,
+        [row],
+        machine="h200",
+        command="python benchmarks/gpu_serve.py",
+        replaces=lambda old: all(old.get(key) == row[key] for key in identity),
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,15 +225,10 @@ def main() -> None:
         rows = graphs(Path(arguments.values[0]))
     else:
         rows = speed(arguments.values[0], arguments.batches)
-    if arguments.out:
-        subjects = {(row["subject"], row["kernel"]) for row in rows}
-        write_results(
-            arguments.out,
-            rows,
-            machine="h200",
-            command="python benchmarks/gpu_serve.py " + " ".join(sys.argv[1:]),
-            replaces=lambda row: (row["subject"], row["kernel"]) in subjects,
-        )
+    for row in rows:
+        print(_ROW + json.dumps(row), flush=True)
+        if arguments.out:
+            _write(arguments.out, row)
     os._exit(0)  # vLLM's own shutdown can hang for a minute after the last result
 
 

@@ -3,13 +3,13 @@
 Only its public layer class is used. It works in float16; other dtypes are converted on the way in and out.
 """
 
-import functools
+import weakref
 from typing import Any
 
 import torch
 
 from vllm_exl3.ops.linear import split_shards
-from vllm_exl3.ops.shards import Shard
+from vllm_exl3.ops.shards import cached_shards
 from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["VERSIONS", "linear", "unavailable"]
@@ -38,10 +38,36 @@ def unavailable() -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _layer(shard: Shard, trellis: int, suh: int, svh: int, device: torch.device) -> dict[str, Any]:
-    """A place for the layer that serves a shard at these addresses; weights that move get a new one."""
-    return {}
+_layers: dict[int, tuple[weakref.ref[torch.Tensor], tuple[object, ...], list[Any]]] = {}
+"""By the identity of a layer's trellis: the tensor, what the layers below were made from, and exllamav3's layers."""
+
+_MARKERS = {
+    Codebook.MUL1: ("mul1", -2082680531),
+    Codebook.MCG: ("mcg", -877912083),
+}
+"""The tensor by which exllamav3 tells a codebook, and its value: the multiplier as int32."""
+
+
+def _layers_of(trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, shards: tuple[int, ...]) -> list[Any]:
+    """exllamav3's layers over a fused layer's tensors: made once, again when the tensors moved, gone when they go."""
+    made_from = (trellis.data_ptr(), suh.data_ptr(), svh.data_ptr(), shards)
+    key = id(trellis)
+    known = _layers.get(key)
+    if known is None or known[0]() is not trellis or known[1] != made_from:
+        from exllamav3.modules.quant.exl3 import LinearEXL3
+
+        layers = []
+        for shard, flat, suh_part, svh_part in split_shards(trellis.detach(), suh, svh, shards):
+            name, value = _MARKERS.get(Codebook(shard.codebook), ("", 0))
+            marker = {name: torch.tensor(value, dtype=torch.int32, device=trellis.device)} if name else {}
+            layers.append(
+                LinearEXL3(
+                    None, shard.in_features, shard.out_features,
+                    suh=suh_part, svh=svh_part, trellis=flat.view(shard.trellis_shape), **marker,
+                )
+            )  # fmt: skip
+        known = _layers[key] = (weakref.ref(trellis, lambda _: _layers.pop(key, None)), made_from, layers)
+    return known[2]
 
 
 def linear(
@@ -53,23 +79,11 @@ def linear(
     shards: tuple[int, ...],
 ) -> torch.Tensor:
     """The linear op by exllamav3; arguments as `vllm_exl3.ops.linear.linear`."""
-    from exllamav3.modules.quant.exl3 import LinearEXL3
-
     outputs = []
-    for shard, flat, suh_part, svh_part in split_shards(trellis, suh, svh, tuple(shards)):
-        words = flat.view(shard.trellis_shape)
-        place = _layer(shard, words.data_ptr(), suh_part.data_ptr(), svh_part.data_ptr(), x.device)
-        if "layer" not in place:
-            marker = torch.zeros((), dtype=torch.int32, device=x.device)
-            markers = {Codebook.MUL1: {"mul1": marker}, Codebook.MCG: {"mcg": marker}}
-            place["layer"] = LinearEXL3(
-                None, shard.in_features, shard.out_features, suh=suh_part, svh=svh_part, trellis=words,
-                **markers.get(Codebook(shard.codebook), {}),
-            )  # fmt: skip
-        wide = x.half()
-        if x.shape[1] < shard.in_features:
-            wide = torch.nn.functional.pad(wide, (0, shard.in_features - x.shape[1]))
-        y = place["layer"].forward(wide.contiguous(), {})
+    wide = x.half()
+    for shard, layer in zip(cached_shards(tuple(shards)), _layers_of(trellis, suh, svh, tuple(shards)), strict=True):
+        padded = torch.nn.functional.pad(wide, (0, shard.in_features - x.shape[1]))
+        y = layer.forward(padded.contiguous(), {})
         outputs.append(y[:, shard.crop_start : shard.crop_start + shard.crop_size])
     output = torch.cat(outputs, dim=1)
     if bias is not None:

@@ -1,0 +1,75 @@
+"""The backend that calls exllamav3: which of its layers are made, kept and dropped, with a stand-in for the package."""
+
+import gc
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_exl3.cuda import exllamav3
+from vllm_exl3.ops.shards import Shard, pack_shards
+from vllm_exl3.pack.stored import Codebook
+
+
+class _Layer:
+    """Remembers what it was made from; its output is the layer's number in every channel."""
+
+    made: list["_Layer"] = []
+
+    def __init__(self, config: None, in_features: int, out_features: int, **tensors: Any) -> None:
+        self.tensors, self.out_features = tensors, out_features
+        self.number = len(self.made)
+        self.made.append(self)
+
+    def forward(self, x: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
+        assert x.dtype == torch.float16 and x.is_contiguous()
+        return torch.full((x.shape[0], self.out_features), float(self.number), dtype=torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Layer.made = []
+    names = ["exllamav3", "exllamav3.modules", "exllamav3.modules.quant", "exllamav3.modules.quant.exl3"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].LinearEXL3 = _Layer  # type: ignore[attr-defined]
+    exllamav3._layers.clear()
+
+
+SHARDS = [Shard(8, Codebook.MUL1, 256, 128, 0, 100), Shard(6, Codebook.MCG, 256, 256, 128, 128)]
+
+
+def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.zeros(sum(shard.trellis_words for shard in SHARDS), dtype=torch.int16),
+        torch.ones(512, dtype=torch.float16),
+        torch.ones(384, dtype=torch.float16),
+    )
+
+
+def test_layers_are_made_once_with_their_codebooks_and_cropped() -> None:
+    tensors, layout, bias = _tensors(), tuple(pack_shards(SHARDS)), torch.ones(228, dtype=torch.bfloat16)
+    x = torch.ones(3, 200, dtype=torch.bfloat16)
+    for _ in range(2):
+        out = exllamav3.linear(x, *tensors, bias, layout)
+    assert out.dtype == torch.bfloat16 and out.shape == (3, 228)
+    assert (out[:, :100] == 1).all() and (out[:, 100:] == 2).all()
+    assert [set(layer.tensors) for layer in _Layer.made] == [
+        {"suh", "svh", "trellis", "mul1"},
+        {"suh", "svh", "trellis", "mcg"},
+    ]
+
+
+def test_tensors_that_move_get_new_layers_and_dropped_ones_leave() -> None:
+    trellis, suh, svh = _tensors()
+    layout, x = tuple(pack_shards(SHARDS)), torch.ones(1, 256)
+    exllamav3.linear(x, trellis, suh, svh, None, layout)
+    trellis.data = trellis.data.clone()
+    exllamav3.linear(x, trellis, suh, svh, None, layout)
+    assert len(_Layer.made) == 4 and len(exllamav3._layers) == 1
+    del trellis
+    _Layer.made = []
+    gc.collect()
+    assert not exllamav3._layers
