@@ -9,6 +9,7 @@ from torch.nn import Module, Parameter
 from tests.serving.conftest import PACKS
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.names import NameResolver
+from vllm_exl3.serving.head import Exl3EmbeddingMethod
 from vllm_exl3.serving.layout import Layout, Output
 from vllm_exl3.serving.report import Report
 
@@ -69,3 +70,23 @@ def test_the_report_names_the_writer_and_why_layers_are_dense(version: str | Non
     assert shown in text
     assert "stored as BF16: gate.0, gate.1, gate.2, gate.3 and 2 more; nothing of this name stored: visual.qkv" in text
     assert "no EXL3 head on this rank" in text
+
+
+def test_embeddings_are_named_with_their_bytes_and_kernels_only_where_one_decodes_them() -> None:
+    report = Report()
+    layer, layout = layer_and_layout("model.layers.0.mlp.down_proj")
+    report.add_layer("down", layer, layout)
+    dense = Module()
+    dense.weight, dense.prefix = Parameter(torch.zeros(1 << 10, 1 << 10, dtype=torch.bfloat16)), ""
+    method = Exl3EmbeddingMethod(SimpleNamespace(report=report), has_own_head=True)  # type: ignore[arg-type]
+    for _ in range(2):  # as a reload does
+        method.process_weights_after_loading(dense)
+    pack = SimpleNamespace(source="pack", commit=None, quantization={})
+    assert report.layer_ready("down", layer, pack)  # type: ignore[arg-type]
+    assert "embedding  embed_tokens: dense, bfloat16, 2.0 MiB" in report.text()
+    assert set(report.as_dict()["kernels"]) == {"linear"}
+    report.embedding_ready("ngram", "n-gram rows, K = 5, disk", 0)
+    assert set(report.as_dict()["kernels"]) == {"linear", "ngram"}
+    report.embedding_ready("embed_tokens", "int8, a scale for each row", 7)
+    assert set(report.as_dict()["kernels"]) == {"linear", "ngram", "embedding"}
+    assert report.bytes["embedding"] == 7

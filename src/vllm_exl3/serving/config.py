@@ -356,7 +356,9 @@ class Exl3Config(QuantizationConfig):
             return TiedHeadMethod()
         if resolution is None or resolution.parts[0].linear is None:
             if resolution is not None:
-                self.report.add_dense(prefix or "lm_head", self._why_dense(UnquantizedLinearMethod(), resolution.parts))
+                why = self._why_dense(UnquantizedLinearMethod(), resolution.parts)
+                nbytes = sum(part.dense.nbytes for part in resolution.parts if part.dense is not None)
+                self.report.add_dense(prefix or "lm_head", f"{why}, {nbytes / 2**20:.1f} MiB in the pack")
             return self._watch_vocabulary(UnquantizedEmbeddingMethod(), prefix or "lm_head")
         return Exl3HeadMethod(self, prefix or "lm_head", resolution.parts)
 

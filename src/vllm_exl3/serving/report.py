@@ -63,7 +63,7 @@ class Report:
         self.dense[where] = why
 
     def embedding_ready(self, where: str, kind: str, nbytes: int) -> None:
-        """Note a loaded quantized embedding: how it is coded, and its bytes on this rank."""
+        """Note a loaded embedding: how it is coded or that it is dense, and its bytes on this rank."""
         self.embeddings[where] = kind
         self._embedding_bytes[where] = nbytes
         self.bytes["embedding"] = sum(self._embedding_bytes.values())
@@ -155,7 +155,7 @@ class Report:
             f"  dense      {_by_reason(facts['dense_linears'])}",
         ]
         for where, kind in facts["embeddings"].items():
-            lines.append(f"  embedding  {where}: {kind}")
+            lines.append(f"  embedding  {where}: {kind}, {self._embedding_bytes[where] / 2**20:.1f} MiB")
         if experts := facts["experts"]:
             mixed = ", ".join(f"K {bits}: {share:.0%}" for bits, share in experts["weights_by_bits"].items())
             held = "" if experts["local"] == experts["total"] else f", {experts['local']} of them on this rank"
@@ -194,9 +194,9 @@ class Report:
             return {}
         references = {"linear": linear_reference} if self.layers else {}
         references |= {"moe": moe_reference} if self.experts else {}
-        ngram = {kind.startswith("n-gram") for kind in self.embeddings.values()}
-        references |= {"embedding": embedding_reference} if False in ngram else {}
-        references |= {"ngram": ngram_reference} if True in ngram else {}
+        kinds = {kind.split()[0].rstrip(",") for kind in self.embeddings.values()}
+        references |= {"embedding": embedding_reference} if kinds - {"dense", "n-gram"} else {}
+        references |= {"ngram": ngram_reference} if "n-gram" in kinds else {}
         choices = {op: backends.select(op, self.device, reference) for op, reference in references.items()}
         return {
             op: {"backend": choice.backend.name, "device": self.device, "declined": choice.declined}
