@@ -3,7 +3,7 @@
 import gc
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from vllm_exl3.pack.stored import Codebook
 class _Layer:
     """Remembers what it was made from; its output is the layer's number in every channel."""
 
-    made: list["_Layer"] = []
+    made: ClassVar[list["_Layer"]] = []
 
     def __init__(self, config: None, in_features: int, out_features: int, **tensors: Any) -> None:
         self.tensors, self.out_features = tensors, out_features
