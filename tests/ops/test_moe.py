@@ -12,6 +12,7 @@ import vllm_exl3.ops.moe as moe_module
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
 from vllm_exl3.cpu.moe import grouped_experts, moe_native
 from vllm_exl3.ops import backends
+from vllm_exl3.ops.experts import pack_table, share_input_scales
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack.stored import Codebook
 
@@ -226,3 +227,29 @@ def test_fake_agrees_with_the_op(layer: MoELayer) -> None:
     weights, ids = random_routing(4, 8, 2)
     arguments = (inputs(4, 256).bfloat16(), *layer.arguments(weights, ids), "Test")
     torch.library.opcheck(torch.ops.vllm_exl3.moe, arguments)
+
+
+def test_equal_input_scales_of_gate_and_up_are_shared() -> None:
+    """Expert by expert; the result is the same, and a reload that makes them differ takes the sharing back."""
+    layer = random_layer(4, 256, 256, [(3, MUL1), (4, MCG)])
+    suh, table = layer.tensors["w13_suh"], pack_table(layer.projections)
+    assert torch.equal(share_input_scales(table, suh), table)
+    for expert in (0, 2):
+        gate, up, _ = layer.projections[expert]
+        suh[up.suh : up.suh + 256] = suh[gate.suh : gate.suh + 256]
+    shared = share_input_scales(table, suh)
+    changed = (shared != table).nonzero().tolist()
+    assert changed == [[0, 1, 1], [2, 1, 1]]
+    assert shared[0, 1, 1] == table[0, 0, 1]
+    x, (weights, ids) = inputs(5, 256), random_routing(5, 4, 2)
+    arguments = layer.arguments(weights, ids)
+    at = next(i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor) and value.dim() == 3)
+    for function in (moe_module.moe_reference, grouped_reference):
+        with_shared = (*arguments[:at], shared, *arguments[at + 1 :])
+        torch.testing.assert_close(function(x, *with_shared), function(x, *arguments), rtol=0, atol=0)
+
+
+def test_experts_without_a_gate_share_nothing() -> None:
+    layer = random_layer(3, 256, 256, [(3, MUL1)], gated=False)
+    table = pack_table(layer.projections)
+    assert torch.equal(share_input_scales(table, layer.tensors["w13_suh"]), table)

@@ -97,7 +97,10 @@ def build(
         setattr(module, name, value)
     report = Report()
     config = SimpleNamespace(
-        pack=pack, report=report, layer_ready=lambda where, layer: report.layer_ready(where, layer, pack)
+        pack=pack,
+        report=report,
+        layer_ready=lambda where, layer: report.layer_ready(where, layer, pack),
+        trellis_arrived=lambda trellis: None,
     )
     module.quant_method = Exl3MoEMethod(config, f"{MLP}.experts", module, pack.experts[MLP])
     module.quant_method.create_weights(
@@ -458,3 +461,25 @@ def test_loaders_are_fit_for_layerwise_reloading(tmp_path: Path) -> None:
         for name, (_, values) in tensors.items():
             list(module.load_weights([(name.removeprefix(f"{MLP}.experts."), torch.from_numpy(np.array(values)))]))
     assert copied == sum(param.numel() for param in module.parameters())
+
+
+def test_reloading_decides_anew_which_input_scales_are_shared(tmp_path: Path) -> None:
+    """Equal scales of gate and up are one; a reload that changes them is followed, in the same memory."""
+    layer = random_layer(2, 256, 256, [(3, Codebook.MUL1)])
+    suh = layer.tensors["w13_suh"]
+    for gate, up, _ in layer.projections:
+        suh[up.suh : up.suh + 256] = suh[gate.suh : gate.suh + 256]
+    module = build(open_pack(tmp_path, stored(layer)), layer)
+    load(module, stored(layer))
+    method, cpu = module.quant_method, torch.device("cpu")
+    table = method._table(cpu)
+    assert torch.equal(table[:, 0, 1], table[:, 1, 1])
+    gate, up, _ = layer.projections[1]
+    suh[up.suh] *= 2
+    load(module, stored(layer))
+    assert method._table(cpu) is table
+    assert table[0, 0, 1] == table[0, 1, 1]
+    assert table[1, 0, 1] == gate.suh
+    assert table[1, 1, 1] == up.suh
+    x, (weights, ids) = inputs(4, 256), random_routing(4, 2, 2)
+    assert error(run(module, x, weights, ids), layer.oracle(x, weights, ids)) < 1e-3

@@ -1,0 +1,59 @@
+"""Routed experts on a GPU, against float64; skipped where torch sees none."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu_moe_checks import ALL, Checks
+from gpu_moe_layers import MUL1, random_layer, random_routing
+
+from vllm_exl3.cuda import moe
+
+
+@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
+def test_moe(check: Callable[[Checks, int], None]) -> None:
+    seed = int.from_bytes(os.urandom(3), "little")
+    torch.manual_seed(seed)
+    checks = Checks()
+    check(checks, seed)
+    assert checks.done
+    assert not checks.failed, f"seed {seed}: " + "\n".join(checks.failed[:20])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "tokens"),
+    [("GROUPED_PREFILL_MAX_ROWS", "256", 2048), ("FUSED_TEMP_ROWS", "128", 1024)],
+)
+def test_windows_bound_what_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, tokens: int
+) -> None:
+    if variable == "FUSED_TEMP_ROWS":
+        monkeypatch.setenv("VLLM_EXL3_GROUPED_PREFILL", "0")
+    layer = random_layer(8, 1024, 512, [(4, MUL1)])
+    x, route = torch.randn(tokens, 1024, device="cuda").half(), random_routing(tokens, 8, 2)
+
+    def peak() -> tuple[torch.Tensor, int]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = moe.moe(x, *layer.arguments(*route))
+        return result, torch.cuda.max_memory_allocated() - before - result.nbytes
+
+    whole, most = peak()
+    monkeypatch.setenv(f"VLLM_EXL3_{variable}", value)
+    parts, less = peak()
+    assert less < 0.5 * most
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+
+
+def test_no_tokens_give_no_rows() -> None:
+    layer = random_layer(4, 256, 256, [(4, MUL1)])
+    assert moe.moe(torch.empty(0, 256, device="cuda"), *layer.arguments(*random_routing(0, 4, 2))).shape == (0, 256)
