@@ -3,12 +3,25 @@
 import ctypes
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
+from vllm_exl3.cuda.moe import instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
-from vllm_exl3.cuda.moe_plan import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoePlan, MoeStage, forms, plan_moe
+from vllm_exl3.cuda.moe_plan import (
+    ACTIVATION_KINDS,
+    GROUP_ROWS,
+    Layer,
+    MoeArgs,
+    MoeForm,
+    MoePlan,
+    MoeStage,
+    forms,
+    plan_moe,
+)
+from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
 from vllm_exl3.pack.stored import Codebook
@@ -173,3 +186,17 @@ def test_the_ring_is_deep_enough_at_every_rate() -> None:
             if form.wide:
                 # decoding runs one unit ahead of the products, and one more is on its way
                 assert plan_moe(shape, 100, form, 64, H200).values["ring_stages"] >= 4
+
+
+def test_precompiling_knows_what_a_packs_experts_mix() -> None:
+    packs = Path(__file__).parents[1] / "data" / "packs"
+    found = {path.name: expert_codes(str(path)) for path in packs.iterdir() if path.is_dir()}
+    assert any(found.values())
+    for codes in filter(None, found.values()):
+        shapes = [Layer(tuple((2, *kind) for kind in kinds), 8, 8, 1, 2048, 768) for kinds in codes]
+        wanted = expert_instances(codes, H200)
+        assert all(set(instances(shape, H200)) <= set(wanted) for shape in shapes)
+        assert GROUP_ROWS[1] in wanted
+        assert not any(
+            instance.source == "moe_wide.cu" for instance in expert_instances(codes, typical_limits("sm_80"))
+        )

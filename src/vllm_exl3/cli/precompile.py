@@ -16,14 +16,15 @@ def precompile(
 ) -> None:
     """Compile the GPU kernels into the cache, so that no start of the server has to.
 
-    Without a pack, every bit rate and codebook is compiled. Layers that fuse shards of different bit rates get their
-    kernels at their first load.
+    Without a pack, every bit rate and codebook is compiled, for linears and for routed experts. Layers that mix bit
+    rates get their kernels at their first load, except routed experts of a named pack.
     """
     import time
 
     from vllm_exl3.cuda.cache import CubinCache
     from vllm_exl3.cuda.compiler import compiler_unavailable
     from vllm_exl3.cuda.embedding import every_instance, pack_instances
+    from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
     from vllm_exl3.cuda.runtime import build, cache_folder
     from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_kinds, typical_limits
 
@@ -38,11 +39,12 @@ def precompile(
         typer.echo("No CUDA GPU here: name the architecture with --arch, such as --arch sm_90a", err=True)
         raise typer.Exit(1)
     kinds = pack_kinds(pack, revision) if pack else every_kind()
+    codes = expert_codes(pack, revision) if pack else [(kind,) for kind in kinds]
     rows = pack_instances(pack, revision) if pack else list(every_instance())
     cache = CubinCache(cache_folder())
     for limits in gpus:
         started = time.perf_counter()
-        wanted = [*instances_for(kinds, limits), *rows]
+        wanted = [*instances_for(kinds, limits), *expert_instances(codes, limits), *rows]
         build(wanted, limits.architecture, cache)
         seconds = time.perf_counter() - started
         typer.echo(f"{limits.architecture}: {len(wanted)} kernels ready in {cache.folder} after {seconds:.1f} s")

@@ -153,10 +153,11 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
     for index, stage in enumerate(arguments.stages):
         arguments.stage = index
         sorting = index == 0 and plan.route is None
-        if plan.route is not None and (index == 0 or plan.group_shared is not None):
-            group, shared = device.kernel(GROUP_ROWS[index]), index * (plan.group_shared or 0)
-            group.allow_shared(shared)
-            group.launch((plan.group_grid, 1), ROW_THREADS, shared, stream, [arguments], dependent)
+        group_shared = plan.group_shared[index]
+        if plan.route is not None and group_shared is not None:
+            group = device.kernel(GROUP_ROWS[index])
+            group.allow_shared(group_shared)
+            group.launch((plan.group_grid, 1), ROW_THREADS, group_shared, stream, [arguments], dependent)
         else:
             shared = plan.rows_shared[index]
             rows.allow_shared(shared)

@@ -59,6 +59,9 @@ ROW_THREADS = 256
 _NARROW, _NARROW_THREADS, _GROUP_ROWS = 16, 256, 8
 """Rows that the kernel of mma.sync takes at most, threads of its blocks, and rows that lie together for the other."""
 
+_LIGHT_HALF_BITS = 10
+"""Up to this 2·K the identities of four rows need no more than 80 registers."""
+
 _CHUNK_ROWS = 16
 """Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
 
@@ -180,7 +183,7 @@ class MoePlan:
         route: threads and shared memory of the sorting launch, or None where the input transform sorts.
         rows_shared: dynamic shared memory of the input transforms of both stages.
         group_grid: blocks of the input transforms where rows are grouped.
-        group_shared: dynamic shared memory of the second stage's; None where it would not fit.
+        group_shared: their dynamic shared memory; None for the second stage's where it would not fit.
         values: fields of `MoeArgs` that follow from the shapes.
         stages: fields of its two `MoeStage`.
         scratch: bytes of scratch.
@@ -194,7 +197,7 @@ class MoePlan:
     route: tuple[int, int] | None
     rows_shared: tuple[int, int]
     group_grid: int
-    group_shared: int | None
+    group_shared: tuple[int, int | None]
     values: dict[str, int]
     stages: tuple[dict[str, int], dict[str, int]]
     scratch: int
@@ -205,6 +208,12 @@ def forms(limits: GpuLimits) -> list[MoeForm]:
     """Every form that a GPU can run."""
     found = [MoeForm(True, 4), MoeForm(True, 8), MoeForm(False, 8), MoeForm(False, 16)]
     return [*found, MoeForm(False, 128), MoeForm(False, 256)] if limits.warpgroups else found
+
+
+def narrow_blocks(codes: Sequence[tuple[int, int]], form: MoeForm) -> int:
+    """Blocks of the kernel of mma.sync that a multiprocessor holds: three where registers suffice for it."""
+    light = all(half_bits % 2 == 0 and half_bits <= _LIGHT_HALF_BITS for half_bits, _ in codes)
+    return 3 if form.identity and form.tile_rows == 4 and light else 2
 
 
 def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm) -> Instance:
@@ -222,7 +231,8 @@ def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm) -> Instance:
     if form.wide:
         macros = (("INSTANCE_PAIRS", str(form.pairs)), ("INSTANCE_KINDS", kinds))
         return Instance("moe_wide.cu", "exl3_moe_wide", macros)
-    macros = (("INSTANCE_TILE_ROWS", str(form.tile_rows)), ("INSTANCE_KINDS", kinds))
+    blocks = str(narrow_blocks(codes, form))
+    macros = (("INSTANCE_TILE_ROWS", str(form.tile_rows)), ("INSTANCE_BLOCKS", blocks), ("INSTANCE_KINDS", kinds))
     return Instance("moe_gemm.cu", "exl3_moe_gemm", macros)
 
 
@@ -246,7 +256,7 @@ class _Gemm:
 def _gemm(layer: Layer, form: MoeForm, fat_rows: int, limits: GpuLimits) -> _Gemm:
     if not form.wide:
         values = {"thin_rows": form.tile_rows, "row_padding": 1, "grouped": 0}
-        return _Gemm(_NARROW_THREADS, 0, 2 * limits.multiprocessors, 1, values)
+        return _Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
     pitch = form.pairs * 8 * 16 * max(half_bits for half_bits, _ in layer.codes) + ROW_PAD
     fixed, stride = _BARRIER_BYTES + form.pairs * _STAGING_BYTES, 4 * pitch + form.tile_rows * UNIT_IN * 2
     stages = min(_STAGES, (limits.shared_memory - fixed) // stride)
@@ -315,7 +325,8 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     route_warps = 32
     while route_warps > 8 and _route_shared(route_warps, layer.experts) > _ROUTE_SHARED:
         route_warps //= 2
-    stash = intermediate // BLOCK * _STASH_BYTES
+    totals = [4 * _CHUNK_ROWS * stage["in_features"] // BLOCK for stage in stages]
+    stash = totals[1] + intermediate // BLOCK * _STASH_BYTES
     sorting = 0 if form.wide else _route_shared(ROW_THREADS // 32, layer.experts)
     return MoePlan(
         gemm=gemm_instance(layer.codes, form),
@@ -324,7 +335,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         gemm_shared=gemm.shared,
         route=(32 * route_warps, _route_shared(route_warps, layer.experts)) if form.wide else None,
         group_grid=min(8 * limits.multiprocessors, (padded // _CHUNK_ROWS + layer.experts) * first),
-        group_shared=stash if stash <= limits.shared_memory - 1024 else None,
+        group_shared=(totals[0], stash if stash <= limits.shared_memory - 1024 else None),
         rows_shared=(max(16 + 4 * hidden, sorting), 16 + 4 * intermediate),
         values=values,
         stages=stages,

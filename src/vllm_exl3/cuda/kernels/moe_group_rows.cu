@@ -8,6 +8,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) exl3_moe_group_rows(
     wait_for_previous();
     let_next_start();
     const MoeStage& stage = args.stages[INSTANCE_STAGE];
+    float* totals = reinterpret_cast<float*>(memory);  // [128-blocks][CHUNK_ROWS]
+    u8* stash = memory + stage.in_features / STRIP * CHUNK_ROWS * 4;
     const Signs signs(threadIdx.x & 31);
     const bool fast = args.x_type != F32 && (args.x_stride | stage.in_width) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
     const u32 items = args.list_sizes[1] * stage.projections;
@@ -15,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) exl3_moe_group_rows(
         const RowBlock chunk = args.chunks[item / stage.projections];
         const u32 index = item % stage.projections;
         if (rows_owner(args, stage, chunk.expert, index) != index) continue;
-        if constexpr (INSTANCE_STAGE == 1) transform_hidden(args, stage, chunk, signs, largest, memory);
-        else if (fast) transform_inputs<true>(args, stage, chunk, index, signs, largest);
-        else transform_inputs<false>(args, stage, chunk, index, signs, largest);
+        if constexpr (INSTANCE_STAGE == 1) transform_hidden(args, stage, chunk, signs, largest, totals, stash);
+        else if (fast) transform_inputs<true>(args, stage, chunk, index, signs, largest, totals);
+        else transform_inputs<false>(args, stage, chunk, index, signs, largest, totals);
     }
 }

@@ -134,27 +134,35 @@ __device__ __forceinline__ void multiply_signs(float (&sums)[2][4], const u32 (&
     }
 }
 
-// Stores the rotated block of both rows: per row and (unit, bit 2) sixteen bytes, one word for each k-tile of the unit.
-__device__ __forceinline__ void store_rows(u8* group, u32 unit_bytes, const float (&sums)[8][2][4], u32 rows, u32 block, int lane) {
+// Rounds and stores the rotated block of both rows: per row and (unit, bit 2) sixteen bytes, one word for each k-tile of the
+// unit. Gives every lane of a quad the sums of what was stored, which the tensor cores add up with a matrix of ones.
+__device__ __forceinline__ void store_rows(float (&totals)[2], u8* group, u32 unit_bytes, const float (&sums)[8][2][4], u32 rows,
+                                           u32 block, int lane) {
     const u32 g = lane >> 2, q = lane & 3;
+    float ones[4] = {};
 #pragma unroll
-    for (u32 r = 0; r < 2; ++r) {
-        if (8 * r >= rows) break;
+    for (u32 unit = 0; unit < 2; ++unit)
 #pragma unroll
-        for (u32 unit = 0; unit < 2; ++unit)
+        for (u32 b2 = 0; b2 < 2; ++b2) {
+            u32 words[2][4];
 #pragma unroll
-            for (u32 b2 = 0; b2 < 2; ++b2) {
-                u32 words[4];
-#pragma unroll
-                for (u32 tile = 0; tile < 4; ++tile) {  // bits 5 and 4
-                    const float(&d)[4] = sums[2 * (2 * unit + tile / 2) + b2][tile % 2];
-                    words[tile] = half_pair(d[2 * r], d[2 * r + 1]);
-                }
-                const u32 matrix = 2 * (2 * b2 + (q & 1)) + (q >> 1);
-                u8* at = group + static_cast<u64>(2 * block + unit) * unit_bytes + r * GROUP_BYTES + matrix * 128 + g * 16;
-                *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+            for (u32 tile = 0; tile < 4; ++tile) {  // bits 5 and 4
+                const float(&d)[4] = sums[2 * (2 * unit + tile / 2) + b2][tile % 2];
+                words[0][tile] = half_pair(d[0], d[1]), words[1][tile] = half_pair(d[2], d[3]);
             }
-    }
+#pragma unroll
+            for (u32 tile = 0; tile < 4; tile += 2) {
+                const u32 a[4] = {words[0][tile], words[1][tile], words[0][tile + 1], words[1][tile + 1]};
+                mma_half(ones, a, 0x3c003c00u, 0x3c003c00u);
+            }
+            const u32 matrix = 2 * (2 * b2 + (q & 1)) + (q >> 1);
+            u8* at = group + static_cast<u64>(2 * block + unit) * unit_bytes + matrix * 128 + g * 16;
+#pragma unroll
+            for (u32 r = 0; r < 2; ++r)
+                if (8 * r < rows)
+                    *reinterpret_cast<uint4*>(at + r * GROUP_BYTES) = make_uint4(words[r][0], words[r][1], words[r][2], words[r][3]);
+        }
+    totals[0] = ones[0], totals[1] = ones[2];
 }
 
 // The two rows of a lane, which are row g and g + 8 of a chunk, and where the chunk is stored.
@@ -171,12 +179,23 @@ struct Chunk {
         group = stage.rows + (static_cast<u64>(index) * args.padded_rows + start) * 2 * stage.in_features +
             (block.first - start) / GROUP_ROWS * GROUP_BYTES;
     }
-    // Once for a block: what undoes the rows' scales.
-    __device__ __forceinline__ void store_undo(const MoeStage& stage, u32 index, const RowScale (&scales)[2]) const {
+    // Once for a block, when all warps have left their 128-blocks' sums: what undoes the rows' scales, and the rows' sums.
+    __device__ __forceinline__ void store_row_facts(const MoeStage& stage, u32 index, const RowScale (&scales)[2],
+                                                    const float* totals) const {
+        __syncthreads();
+        if (threadIdx.x >= 32 || (threadIdx.x & 3)) return;
 #pragma unroll
-        for (u32 r = 0; r < 2; ++r)
-            if (threadIdx.x < 32 && (threadIdx.x & 3) == 0 && place + 8 * r < count)
-                stage.undo[slots[r] * stage.projections + index] = scales[r].undo;
+        for (u32 r = 0; r < 2; ++r) {
+            if (place + 8 * r >= count) continue;
+            const u32 at = slots[r] * stage.projections + index;
+            float sum = 0.0f;
+            for (u32 block = 0; block < stage.in_features / STRIP; ++block) sum += totals[block * CHUNK_ROWS + place + 8 * r];
+            stage.undo[at] = scales[r].undo;
+            reinterpret_cast<float*>(stage.sums)[at] = sum;
+        }
+    }
+    __device__ __forceinline__ void keep(float* totals, const float (&sums)[2], u32 block, int lane) const {
+        if ((lane & 3) == 0) totals[block * CHUNK_ROWS + place] = sums[0], totals[block * CHUNK_ROWS + place + 8] = sums[1];
     }
 };
 
@@ -187,7 +206,7 @@ __device__ __forceinline__ u32 factor_exponent(const RowScale& scale) { return (
 // rows' largest values, and to be transformed.
 template <bool FAST>
 __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeStage& stage, const RowBlock& block, u32 index,
-                                                 const Signs& signs, u32* largest) {
+                                                 const Signs& signs, u32* largest, float* totals) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const u32 blocks = stage.in_features / STRIP;
     const u16* suh = stage.suh + projection_of(args, block.expert, stage.first + index).suh;
@@ -222,7 +241,6 @@ __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeS
     }
     __syncthreads();
     const RowScale scales[2] = {row_scale(HALF, largest[chunk.place]), row_scale(HALF, largest[chunk.place + 8])};
-    chunk.store_undo(stage, index, scales);
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factors[r] = __uint_as_float(factor_exponent(scales[r]) << 23);
@@ -245,9 +263,12 @@ __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeS
         for (int t = 0; t < 8; ++t)
 #pragma unroll
             for (int i = 0; i < 8; ++i) sums[t][i / 4][i % 4] *= HADAMARD_SCALE;
-        store_rows(chunk.group, chunk.unit_bytes, sums, chunk.count, b, lane);
+        float stored[2];
+        store_rows(stored, chunk.group, chunk.unit_bytes, sums, chunk.count, b, lane);
+        chunk.keep(totals, stored, b, lane);
     }
-    __syncthreads();  // `largest` is used again
+    chunk.store_row_facts(stage, index, scales, totals);
+    __syncthreads();  // shared memory is used again
 }
 
 // Eight neighbouring outputs of the first stage.
@@ -275,7 +296,7 @@ __device__ __forceinline__ u32 local_exponent(u32 bits) { return 268u - min(max(
 
 // Second stage: activation, then as above. What was activated is kept, not computed twice.
 __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeStage& stage, const RowBlock& block,
-                                                 const Signs& signs, u32* largest, u8* memory) {
+                                                 const Signs& signs, u32* largest, float* totals, u8* memory) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const u32 blocks = stage.in_features / STRIP, gated = args.stages[0].projections - 1;
     const u16* suh = stage.suh + projection_of(args, block.expert, stage.first).suh;
@@ -319,7 +340,6 @@ __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeS
         if ((lane & 3) == 0) atomicMax(&largest[chunk.place + 8 * r], most[r]);
     __syncthreads();
     const RowScale scales[2] = {row_scale(HALF, largest[chunk.place]), row_scale(HALF, largest[chunk.place + 8])};
-    chunk.store_undo(stage, 0, scales);
     for (u32 b = warp; b < blocks; b += GROUP_WARPS) {
         float sums[8][2][4];
 #pragma unroll
@@ -341,7 +361,10 @@ __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeS
             }
         }
         rotate_rest(sums);
-        store_rows(chunk.group, chunk.unit_bytes, sums, chunk.count, b, lane);
+        float stored[2];
+        store_rows(stored, chunk.group, chunk.unit_bytes, sums, chunk.count, b, lane);
+        chunk.keep(totals, stored, b, lane);
     }
+    chunk.store_row_facts(stage, 0, scales, totals);
     __syncthreads();  // shared memory is used again
 }

@@ -31,7 +31,7 @@ struct MoeStage {
     const float* bias;   // or null
     u8* rows;            // scratch: transformed activations of every row, laid out as `MoeArgs::grouped` says
     float* undo;         // scratch [slot][projection]: what undoes the row's scale
-    int* sums;           // scratch [slot][projection]: sums of quantised activations
+    int* sums;           // scratch [slot][projection]: sums of quantised activations; where rows are grouped, floats
     void* out;           // scratch [slot][projection][out_features]: float32, or where rows are grouped fp16 …
     float* out_scales;   // … times these, scratch [slot][projection][out_features / 128], powers of two
     u32 first;           // its first projection in a row of the table

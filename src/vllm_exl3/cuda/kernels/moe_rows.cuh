@@ -66,13 +66,14 @@ __device__ __forceinline__ int store_by_slot(u8* row, const float4& value, float
     return sum;
 }
 
-// `unit_bytes` lie between the expert's units; `row` is the row's place in its group of eight.
-__device__ __forceinline__ void store_grouped(u8* group, u32 unit_bytes, const float4& value, float factor, u32 row, u32 channel) {
+// `unit_bytes` lie between the expert's units; `row` is the row's place in its group of eight. Returns the sum of what it stores.
+__device__ __forceinline__ float store_grouped(u8* group, u32 unit_bytes, const float4& value, float factor, u32 row, u32 channel) {
     const u32 q = channel >> 4 & 3, k = channel & 15;  // k-tile in the unit, first k in the tile
     u32* words = reinterpret_cast<u32*>(group + static_cast<u64>(channel / UNIT_IN) * unit_bytes) + row * 4 + q;
     const u32 matrix = 2 * (k >> 1 & 3) + (k >> 3);
-    words[matrix * 32] = half_pair(value.x * factor, value.y * factor);
-    words[(matrix + 2) * 32] = half_pair(value.z * factor, value.w * factor);
+    const u32 low = half_pair(value.x * factor, value.y * factor), high = half_pair(value.z * factor, value.w * factor);
+    words[matrix * 32] = low, words[(matrix + 2) * 32] = high;
+    return (half_to_float(u16(low)) + half_to_float(u16(low >> 16))) + (half_to_float(u16(high)) + half_to_float(u16(high >> 16)));
 }
 
 // One thread block; `values` [in_features] and `reduced` [2] are shared memory.
@@ -110,15 +111,26 @@ __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32
         row = stage.rows + (static_cast<u64>(index) * args.padded_rows + start) * 2 * stage.in_features + place / GROUP_ROWS * GROUP_BYTES;
     }
     int sum = 0;
+    float total = 0.0f;
     for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) {
         const float4 value = *reinterpret_cast<const float4*>(values + channel);
-        if (args.grouped) store_grouped(row, unit_bytes, value, scale.factor, place % GROUP_ROWS, channel);
+        if (args.grouped) total += store_grouped(row, unit_bytes, value, scale.factor, place % GROUP_ROWS, channel);
         else sum += store_by_slot(row, value, scale.factor, arithmetic, stage.in_features, channel);
     }
     if (arithmetic == INTEGER) {
         sum = __reduce_add_sync(0xffffffffu, sum);
         if (lane == 0) atomicAdd(reinterpret_cast<int*>(&reduced[1]), sum);
         __syncthreads();
+    }
+    if (args.grouped) {  // in one order: the warps' sums take the place of the values, which have been read
+#pragma unroll
+        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+        __syncthreads();
+        if (lane == 0) values[warp] = total;
+        __syncthreads();
+        total = 0.0f;
+        for (int w = 0; w < ROW_THREADS / 32; ++w) total += values[w];
+        if (threadIdx.x == 0) reinterpret_cast<float*>(stage.sums)[at] = total;
     }
     if (threadIdx.x == 0) {
         stage.undo[at] = scale.undo;

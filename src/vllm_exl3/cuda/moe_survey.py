@@ -1,0 +1,33 @@
+"""Which kernels the routed experts of a pack, or of any pack, need on which GPU: for ``vllm-exl3 precompile``."""
+
+from collections.abc import Iterable
+
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.moe import instances
+from vllm_exl3.cuda.moe_plan import Layer
+
+__all__ = ["expert_codes", "expert_instances"]
+
+Codes = tuple[tuple[int, int], ...]
+
+
+def expert_codes(pack: str, revision: str | None = None) -> list[Codes]:
+    """The (half_bits, codebook) that occur together in some MoE layer of a pack, from its headers."""
+    from vllm_exl3.pack.pack import Pack
+
+    opened = Pack.open(pack, revision)
+    found = set()
+    for group in opened.experts.values():
+        linears = [opened.linears[key] for members in group.members.values() for key in members.values()]
+        found.add(tuple(sorted({(linear.half_bits, int(linear.codebook)) for linear in linears})))
+    return sorted(found)
+
+
+def expert_instances(codes: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
+    """The kernels that layers of these codes use on a GPU, for any batch size."""
+    found = []
+    for kinds in codes:
+        layer = Layer(tuple((2, *kind) for kind in kinds), 8, 8, 1, 1024, 1024)
+        found += instances(layer, limits)
+    return list(dict.fromkeys(found))
