@@ -102,3 +102,13 @@ def test_an_engine_that_ended_keeps_no_weights() -> None:
     assert model() is None
     left = [weight() for weight in weights if weight() is not None]
     assert not left
+
+
+def test_tables_of_experts_are_made_on_the_host_whatever_the_default_device_is() -> None:
+    """vLLM builds models under the GPU's, and what is allocated there then is lost at level 2."""
+    from vllm_exl3.ops.experts import Projection, pack_table
+
+    fields = Projection.__dataclass_fields__
+    with torch.device("meta"):
+        table = pack_table([[Projection(*range(len(fields)))]])
+    assert table.device.type == "cpu"

@@ -1,0 +1,80 @@
+"""A small K-EXAONE, without experts, with a draft layer of its own (MTP), whose linears are EXL3, in 16 bits, or not stored."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tests.serving.dense_twin import dense_weight_of
+from tests.tiny_pack import Draft, Spec, linear
+
+HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 256, 256, 4, 2, 64, 640, 2
+
+
+def write_mtp_pack(folder: Path, draft: str) -> Path:
+    """Write the pack.
+
+    Args:
+        folder: where to.
+        draft: ``exl3``, ``dense``, ``mixed`` (attention EXL3, MLP in 16 bits) or ``absent``.
+    """
+    config = {
+        "architectures": ["ExaoneMoEForCausalLM"],
+        "model_type": "exaone_moe",
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "layer_types": ["full_attention"] * LAYERS,
+        "mlp_layer_types": ["dense"] * LAYERS,
+        "first_k_dense_replace": LAYERS,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "quantization_config": {"quant_method": "exl3", "version": "1.6.5", "bits": 3, "head_bits": 6},
+    }
+    rng = np.random.default_rng(5)
+    tensors: dict[str, Spec] = {"model.embed_tokens.weight": ("F16", rng.standard_normal((VOCABULARY, HIDDEN)))}
+    for layer in range(LAYERS):
+        tensors |= _layer(f"model.layers.{layer}", "exl3")
+    tensors["model.norm.weight"] = ("F16", np.ones(HIDDEN))
+    tensors |= linear("lm_head", HIDDEN, VOCABULARY, bits=6)
+    if draft != "absent":
+        tensors |= _layer("mtp.layers.0", draft)
+        tensors |= _stored("mtp.fc", 2 * HIDDEN, HIDDEN, draft)
+        for name in ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"):
+            tensors[f"{name}.weight"] = ("F16", np.ones(HIDDEN))
+    Draft(tensors, config).write(folder)
+    (folder / "generation_config.json").write_text(json.dumps({}))
+    return folder
+
+
+def _layer(prefix: str, kind: str) -> dict[str, Spec]:
+    attention = "exl3" if kind == "mixed" else kind
+    mlp = "dense" if kind == "mixed" else kind
+    tensors: dict[str, Spec] = {}
+    sizes = (
+        ("self_attn.q_proj", HIDDEN, HEADS * HEAD_DIM, attention),
+        ("self_attn.k_proj", HIDDEN, KV_HEADS * HEAD_DIM, attention),
+        ("self_attn.v_proj", HIDDEN, KV_HEADS * HEAD_DIM, attention),
+        ("self_attn.o_proj", HEADS * HEAD_DIM, HIDDEN, attention),
+        ("mlp.gate_proj", HIDDEN, MLP, mlp),
+        ("mlp.up_proj", HIDDEN, MLP, mlp),
+        ("mlp.down_proj", MLP, HIDDEN, mlp),
+    )
+    for name, inputs, outputs, stored in sizes:
+        tensors |= _stored(f"{prefix}.{name}", inputs, outputs, stored)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}.{name}.weight"] = ("F16", np.ones(HIDDEN))
+    for name in ("q_norm", "k_norm"):
+        tensors[f"{prefix}.self_attn.{name}.weight"] = ("F16", np.ones(HEAD_DIM))
+    return tensors
+
+
+def _stored(key: str, inputs: int, outputs: int, kind: str) -> dict[str, Spec]:
+    exl3 = linear(key, inputs, outputs)
+    return exl3 if kind != "dense" else {f"{key}.weight": ("F32", dense_weight_of(exl3, key))}
