@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,8 +110,15 @@ def test_other_configs_still_go_to_vllm(alone: None, tmp_path: Path) -> None:
     assert type(choose(config, other)).__name__ == "Qwen4ExpPLEUnquantizedEmbeddingMethod"
     assert type(choose(config, other, "float8_e4m3fn")).__name__ == "Qwen4ExpPLEFp8EmbeddingMethod"
     assert type(choose(None, other)).__name__ == "Qwen4ExpPLEUnquantizedEmbeddingMethod"
-    with pytest.raises(NotImplementedError, match="SimpleNamespace"):
-        choose(SimpleNamespace(), other)
+    assert outcome(choose) == outcome(choose.__wrapped__)
+
+
+def outcome(choose: Callable[..., object]) -> str:
+    """What becomes of a config that nobody knows: up to 0.32 vLLM refuses it, 0.33 takes the table for a plain one."""
+    try:
+        return type(choose(SimpleNamespace(), "model.layers.0.ple.ple_embedding.ngram_embedding")).__name__
+    except NotImplementedError as error:
+        return str(error)
 
 
 GRAPHS = [
