@@ -4,6 +4,7 @@ The config decides per layer from the pack's tensor headers. It is pickled to ev
 carries only where the pack is; headers are read again there (and memoised per file).
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_exl3 import env
+from vllm_exl3 import __version__, env
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
@@ -46,7 +47,7 @@ from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
 from vllm_exl3.serving.unloaded import is_target_s, watched
 
-__all__ = ["Exl3Config"]
+__all__ = ["Exl3Config", "fingerprint"]
 
 logger = logging.getLogger("vllm.exl3")
 Vocabulary = TypeVar("Vocabulary", bound=UnquantizedEmbeddingMethod)
@@ -69,6 +70,14 @@ _PER_PROCESS = (
     "_progress",
 )
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
+
+
+def fingerprint(pack: Pack) -> str:
+    """What compiled graphs depend on: this package's version, and name, dtype and shape of every stored tensor."""
+    digest = hashlib.sha256()
+    for tensor in pack.tensors.values():
+        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+    return f"{__version__} {digest.hexdigest()}"
 
 
 class Exl3Config(QuantizationConfig):
@@ -176,6 +185,10 @@ class Exl3Config(QuantizationConfig):
         for refusal in unserved(self.pack):
             raise refusal
         self._source()  # refuses what it cannot read, before any weight is read
+        if hf_config is not None:
+            # vLLM keeps compiled graphs under a hash of its configuration, of which the tensors' shapes and this
+            # package's version are no part; they are in the graphs all the same. What is in hf_config is hashed.
+            hf_config.vllm_exl3 = fingerprint(self.pack)
 
     @property
     def pack(self) -> Pack:
