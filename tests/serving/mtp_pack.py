@@ -1,4 +1,4 @@
-"""A small K-EXAONE, without experts, with a draft layer of its own (MTP), whose linears are EXL3, in 16 bits, or not stored."""
+"""A small K-EXAONE without experts, whose draft layer (MTP) is EXL3, in 16 bits, or not stored."""
 
 import json
 from pathlib import Path

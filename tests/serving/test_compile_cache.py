@@ -13,7 +13,7 @@ from vllm_exl3.pack import Pack
 from vllm_exl3.serving import config as config_module
 from vllm_exl3.serving.config import fingerprint
 
-TIED = "llama_tied-4.0-3inst"
+TIED = "llama_tied-1.0-3inst"
 OTHER_BITS = "llama_tied-3.0-mul1"
 
 

@@ -107,6 +107,13 @@ class Layout:
         self.part_of_output: list[int] = []
         self.logical_width: list[int] = []
         self._trellis_words = self._suh_size = self._svh_size = self._dense_rows = 0
+        if len(self.parts) > len(outputs):
+            raise Exl3PackError(
+                found=f"{len(self.parts)} stored tensors ({', '.join(part.key for part in self.parts)})",
+                expected=f"no more than the layer's outputs, of which it has {len(outputs)}",
+                where=where,
+                remedy="Without --model-impl transformers, vLLM builds a layer that takes them one by one.",
+            )
         remaining = list(outputs)
         for index, part in enumerate(self.parts):
             covered = _take_covered(where, part, remaining, last=index == len(self.parts) - 1)

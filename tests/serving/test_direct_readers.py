@@ -1,0 +1,80 @@
+"""Code of vLLM's that reads a layer's weights itself, or replaces its layers: what it finds in an EXL3 layer."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+
+from tests.serving.conftest import MOE, PACKS
+from tests.serving.engine import PROMPTS, engine, generate, model_of
+from vllm_exl3.pack import Pack
+from vllm_exl3.pack.codec import dense_weight
+from vllm_exl3.pack.errors import Exl3PackError
+
+ODD, PHI = "llama_odd-4.0-mul1", "phi3-5.0-mul1"
+
+
+def decoded(pack: Pack, key: str, rows: int) -> torch.Tensor:
+    """The weight ``[out, in]`` of one stored linear, cut to its first ``rows`` outputs, by the numpy decoder."""
+    linear = pack.linears[key]
+    parts = [pack.read(getattr(linear, leaf).name) for leaf in ("trellis", "suh", "svh")]
+    weight = dense_weight(parts[0], linear.half_bits, linear.codebook, *parts[1:])
+    return torch.from_numpy(np.ascontiguousarray(weight.T[:rows])).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multi_head_latent_attention_would_read_the_decoded_weight(dtype: torch.dtype) -> None:
+    """vLLM sends an identity through layers whose weight it cannot read (MLA's kv_b_proj), in float32 by default."""
+    pack = Pack.open(PACKS / ODD)
+    prefix = "model.layers.1.self_attn"
+    with engine(PACKS / ODD) as llm:
+        found = {
+            name: get_and_maybe_dequant_weights(model_of(llm).get_submodule(f"{prefix}.{name}"), dtype)
+            for name in ("qkv_proj", "o_proj")
+        }
+    expected = {
+        "o_proj": decoded(pack, f"{prefix}.o_proj", 256),
+        "qkv_proj": torch.cat(
+            [
+                decoded(pack, f"{prefix}.{name}", rows)
+                for name, rows in (("q_proj", 256), ("k_proj", 64), ("v_proj", 64))
+            ]
+        ),
+    }
+    bound = 5e-4 if dtype == torch.float32 else 5e-3  # bfloat16 keeps eight bits
+    for name, weight in expected.items():
+        assert found[name].dtype == dtype and found[name].shape == weight.shape
+        error = torch.linalg.norm(found[name].float() - weight) / torch.linalg.norm(weight)
+        assert error <= bound, (name, float(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [ODD, *MOE])
+def test_the_transformers_backend_serves_the_same_tokens(name: str) -> None:
+    """``--model-impl transformers``: vLLM's layers put into the model class of transformers."""
+    with engine(PACKS / name) as llm:
+        expected = generate(llm, PROMPTS)
+    with engine(PACKS / name, model_impl="transformers") as llm:
+        assert "Transformers" in type(model_of(llm)).__name__
+        assert any(hasattr(layer, "trellis") for layer in model_of(llm).modules())
+        assert generate(llm, PROMPTS) == expected
+
+
+@pytest.mark.slow
+def test_what_transformers_fuses_and_the_pack_does_not_is_refused() -> None:
+    with (
+        pytest.raises(Exl3PackError, match=r"3 stored tensors .*q_proj.*Without --model-impl transformers"),
+        engine(PACKS / PHI, model_impl="transformers"),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_two_pipeline_stages_give_one_stages_tokens() -> None:
+    from tests.serving.engine import generate_on_two_ranks
+
+    with engine(PACKS / ODD) as llm:
+        expected = generate(llm, PROMPTS, 24)
+    assert generate_on_two_ranks(Path(PACKS / ODD), pipeline_parallel_size=2, tensor_parallel_size=1) == expected
