@@ -1,16 +1,22 @@
-"""Writes the measured part of README.md from benchmarks/results; ``--check`` only says whether it is current."""
+"""Writes the measured parts of README.md and docs/kernels-gpu.md from benchmarks/results.
+
+``--check`` only says whether they are current.
+"""
 
 import json
+import math
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672))
 TOKENS = (1, 8, 128)
+_READ_GBPS = 4400
+"""What the GPU's memory was measured to deliver to a kernel that only reads."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -95,24 +101,100 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def page() -> str:
-    """README.md with the measured part made anew."""
-    text = README.read_text(encoding="utf-8")
+Cell = tuple[int, int, float, str, int]
+"""in, out, bits, codebook, tokens."""
+
+
+def _linears() -> tuple[dict[Cell, float], dict[Cell, float], dict[tuple[int, int, int], float]]:
+    """Microseconds of our linears, of exllamav3's better mode, and of cuBLAS by (in, out, tokens)."""
+    ours: dict[Cell, float] = {}
+    peer: dict[Cell, float] = {}
+    dense = {}
+    for row in load("h200/linear.json")["rows"]:
+        if row["kernel"] == "cublas_bf16":
+            dense[row["in"], row["out"], row["m"]] = row["us"]
+            continue
+        cell = (row["in"], row["out"], row["bits"], row["codebook"], row["m"])
+        target = ours if row["kernel"] == "native" else peer
+        target[cell] = min(row["us"], target.get(cell, math.inf))
+    return ours, peer, dense
+
+
+def linear_tables() -> str:
+    """Every shape at 4 bits, and how all cells compare with exllamav3."""
+    ours, peer, dense = _linears()
+    shapes = sorted({cell[:2] for cell in ours}, key=lambda shape: (shape[0] * shape[1], shape[0]))
+    tokens = sorted({cell[4] for cell in ours})
+    lines = [
+        "mul1, K = 4, µs (times as fast as exllamav3 / as cuBLAS bf16; – where that was not timed):",
+        "",
+        "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
+        "|---|" + "---|" * len(tokens),
+    ]
+    for shape in shapes:
+        texts = []
+        for count in tokens:
+            cell: Cell = (*shape, 4, "mul1", count)
+            other = f"{peer[cell] / ours[cell]:.2f}" if cell in peer else "–"
+            texts.append(f"{ours[cell]:.1f} ({other} / {dense[*shape, count] / ours[cell]:.2f})")
+        lines.append(f"| {shape[0]}×{shape[1]} | " + " | ".join(texts) + " |")
+    lines += [
+        "",
+        "Times as fast as exllamav3's better mode, over all shapes and bit rates that both were timed at: least, "
+        "geometric mean (cells).",
+        "",
+        "| codebook | M = 1–2 | 4–8 | 16 | 32–128 |",
+        "|---|---|---|---|---|",
+    ]
+    for codebook in ("mul1", "mcg", "3inst"):
+        texts = []
+        for low, high in ((1, 2), (4, 8), (16, 16), (32, 128)):
+            ratios = [
+                peer[cell] / ours[cell]
+                for cell in ours
+                if cell in peer and cell[3] == codebook and low <= cell[4] <= high
+            ]
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0
+            texts.append(f"{min(ratios):.2f}, {mean:.2f} ({len(ratios)})" if ratios else "–")
+        lines.append(f"| {codebook} | " + " | ".join(texts) + " |")
+    large = max(shapes, key=lambda shape: shape[0] * shape[1])
+    shares = []
+    for bits in sorted({cell[2] for cell in ours if cell[3] == "mul1"}):
+        us = ours[*large, bits, "mul1", 1]
+        shares.append(f"{large[0] * large[1] * bits / 8e3 / us / _READ_GBPS:.0%} at K = {bits:g}")
+    lines += [
+        "",
+        _wrapped(f"Share of {_READ_GBPS / 1e3:.1f} TB/s on {large[0]}×{large[1]} at M = 1: {', '.join(shares)}."),
+    ]
+    return "\n".join(lines)
+
+
+def readme_part() -> str:
+    """The measured part of README.md."""
+    return "\n".join((gpu_table(), serve_line(), cpu_line(), demo_line()))
+
+
+PAGES: dict[str, Callable[[], str]] = {"README.md": readme_part, "docs/kernels-gpu.md": linear_tables}
+
+
+def page(name: str) -> str:
+    """A page with its measured part made anew."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     if not after:
-        raise SystemExit(f"README.md lacks the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{gpu_table()}\n{serve_line()}\n{cpu_line()}\n{demo_line()}\n{END}{after}"
+        raise SystemExit(f"{name} lacks the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{PAGES[name]()}\n{END}{after}"
 
 
 def main() -> int:
-    """Write the part, or with ``--check`` compare."""
-    made = page()
+    """Write the parts, or with ``--check`` compare."""
+    stale = [name for name in PAGES if page(name) != (ROOT / name).read_text(encoding="utf-8")]
     if "--check" in sys.argv[1:]:
-        current = made == README.read_text(encoding="utf-8")
-        print(f"README.md is {'current' if current else 'out of date: run `make docs`'}")
-        return 0 if current else 1
-    README.write_text(made, encoding="utf-8")
+        print(f"out of date: {', '.join(stale)}: run `make docs`" if stale else "the measured parts are current")
+        return bool(stale)
+    for name in stale:
+        (ROOT / name).write_text(page(name), encoding="utf-8")
     return 0
 
 

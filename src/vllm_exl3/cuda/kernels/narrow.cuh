@@ -35,14 +35,12 @@ private:
 // One block's state through its strips.
 template <int J, int RING, class List>
 struct NarrowBlock {
-    using Fetch = Cursor<J, List::half_bits()>;
     static constexpr u32 slot_bytes = List::slot_bytes(J), ring_bytes = RING * slot_bytes, record_bytes = List::record_bytes();
     const NarrowArgs& args;
     u8* records;                    // kept items
     u32 kept_begin, kept_end, end;  // which; end of the block's range
     u32 ring_end, slot;             // shared addresses: behind the warp's ring, of the slot being read
-    u32 lane_target;
-    Fetch cursor;
+    Cursor<J, List::half_bits()> cursor;
     u32 warp;
     int lane;
 
@@ -50,15 +48,14 @@ struct NarrowBlock {
         end = range_end, kept_begin = kept_end = begin;
         cursor.item = begin, cursor.end = end, cursor.left = 0;
         cursor.seek(args, warp, lane);
-        lane_target = Fetch::lane_target(lane);
         ring_end = ring + ring_bytes;
 #pragma unroll 1
-        for (slot = ring; slot != ring_end; slot += slot_bytes) cursor.fetch(args, slot + lane_target, warp, lane);
+        for (slot = ring; slot != ring_end; slot += slot_bytes) cursor.fetch(args, slot, warp, lane);
         slot = ring;
     }
     __device__ __forceinline__ void next_slot() {
         __syncwarp();
-        cursor.fetch(args, slot + lane_target, warp, lane);
+        cursor.fetch(args, slot, warp, lane);
         slot += slot_bytes;
         if (slot == ring_end) slot -= ring_bytes;
     }
@@ -129,11 +126,17 @@ __device__ __forceinline__ void multiply_strip(NarrowBlock<J, RING, List>& block
         block.template keep<K>(item, shard);
         u32 record = kept_value(shared_address(block.records) + (item - block.kept_begin) * block.record_bytes);
         const u32 stop = min(end, block.kept_end);
-        for (u32 left = kept_value(stop - item); left; --left) {
-            wait_for_fetch<RING - 1>();
-            if (columns) multiply_item<K, J>(totals, block.slot, record, places, block.lane);
-            record += block.record_bytes;
-            block.next_slot();
+        u32 left = kept_value(stop - item);
+        if (columns) {
+            for (; left; --left) {
+                wait_for_fetch<RING - 1>();
+                multiply_item<K, J>(totals, block.slot, record, places, block.lane);
+                record += block.record_bytes;
+                block.next_slot();
+            }
+        } else {
+#pragma unroll 1
+            for (; left; --left) block.next_slot();
         }
         item = stop;
     }

@@ -12,69 +12,68 @@ __device__ __forceinline__ u32 kept_value(u32 value) {
 }
 
 // A warp's view of where the next items come from. Moving on inside a strip is one addition.
+//
+// A copy moves 16 bytes a lane. `rows` k-tile rows are copied at once, as many as 32 lanes hold, so that every further copy lies a
+// constant number of bytes after the one before; lanes that are left over copy nothing.
 template <int J, int HALF_BITS>
 struct Cursor {
-    const u8* source;   // the lane's first 16 bytes of the item
-    u32 item, end;      // in the block's range
-    u32 left;           // items of the strip from this one on, in the range
-    u32 pitch;          // bytes from one k-tile row to the next
-    u32 half_bits;
-    bool columns;       // whether the strip reaches this warp's columns
-
-    // Copies of 16 bytes: of one k-tile's row of the warp's columns, and of an item; `regular` where every round of 32 lanes covers
-    // whole rows or an equal part of one.
-    static constexpr u32 row_copies = J * (HALF_BITS ? HALF_BITS : 1), copies = ITEM_TILES * row_copies, rounds = (copies + 31) / 32;
-    static constexpr bool regular = HALF_BITS != 0 && 32 % row_copies == 0 && copies >= 32;
+    const u8* source;  // the lane's first 16 bytes of the item
+    u32 target;        // where they go, from the beginning of a slot
+    u32 item, end;     // in the block's range
+    u32 left;          // items of the strip from this one on, in the range
+    u32 pitch;         // bytes from one k-tile row to the next
+    u32 half_bits;     // where shards differ
+    bool copies;       // whether this lane copies: the strip reaches the warp's columns, and the lane is not left over
 
     __device__ __forceinline__ void seek(const NarrowArgs& args, u32 warp, int lane) {
         if (item >= end) return;
         u32 index = 0;
         while (index + 1 < args.shard_count && item >= args.shards[index + 1].first_item) ++index;
         const NarrowShard& shard = args.shards[index];
+        half_bits = shard.half_bits;
         const u32 local = item - shard.first_item, tiles = shard.out_features / 16, depth = shard.in_features / BLOCK;
         const u32 tile = local / depth * (WARPS * J) + warp * J, k = local % depth;
-        half_bits = HALF_BITS ? HALF_BITS : shard.half_bits;
-        pitch = tiles * 16 * half_bits;
-        columns = tile < tiles;
+        const u32 row = lane / row_copies(), column = lane % row_copies();
+        pitch = tiles * 16 * bits();
+        copies = tile < tiles && row < rows_at_once(row_copies());
         left = min(depth - k, end - item);
-        source = shard.trellis + static_cast<u64>(ITEM_TILES * k) * pitch + tile * 16 * half_bits;
-        if (regular) source += lane / row_copies * pitch + lane % row_copies * 16;
+        source = shard.trellis + static_cast<u64>(ITEM_TILES * k) * pitch + tile * 16 * bits() + row * pitch + 16 * column;
+        target = row * row_bytes() + 16 * column;
     }
 
-    // Starts the copies of the item into a slot and moves on to the next. `target` is the slot, for `regular` the lane's part of it.
-    __device__ __forceinline__ void fetch(const NarrowArgs& args, u32 target, u32 warp, int lane) {
+    // Starts the copies of the item into a slot and moves on to the next.
+    __device__ __forceinline__ void fetch(const NarrowArgs& args, u32 slot, u32 warp, int lane) {
         if (left) {
-            if (columns) {
-                if constexpr (regular) copy_regular(target);
-                else if constexpr (HALF_BITS != 0) copy(target, row_copies, copies, lane);
-                else copy(target, J * half_bits, ITEM_TILES * J * half_bits, lane);
-            }
+            if (copies) copy(slot + target);
             source += static_cast<u64>(ITEM_TILES) * pitch;
             ++item;
             if (--left == 0) seek(args, warp, lane);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
-    static __device__ __forceinline__ u32 lane_target(int lane) {
-        return regular ? kept_value(lane / row_copies * (16 * row_copies + ROW_PAD) + lane % row_copies * 16) : 0;
-    }
 
 private:
-    __device__ __forceinline__ void copy_regular(u32 target) const {
-        constexpr u32 rows = 32 / row_copies;
-#pragma unroll
-        for (u32 round = 0; round < rounds; ++round)
-            async_copy(target + round * rows * (16 * row_copies + ROW_PAD), source + static_cast<u64>(round * rows) * pitch);
+    __device__ __forceinline__ u32 bits() const { return HALF_BITS ? HALF_BITS : half_bits; }
+    __device__ __forceinline__ u32 row_copies() const { return J * bits(); }  // of one k-tile's row of the warp's columns
+    __device__ __forceinline__ u32 row_bytes() const { return 16 * row_copies() + ROW_PAD; }
+    static __device__ __forceinline__ u32 rows_at_once(u32 row_copies) {
+        u32 rows = ITEM_TILES;
+        while (rows * row_copies > 32) rows /= 2;
+        return rows;
     }
-    __device__ __forceinline__ void copy(u32 slot, u32 row_copies_now, u32 copies_now, int lane) const {
+    __device__ __forceinline__ void copy(u32 to) const {
+        const u32 rows = rows_at_once(row_copies());
+        if constexpr (HALF_BITS != 0) {
 #pragma unroll
-        for (u32 number = lane; number < copies_now; number += 32) {
-            const u32 row = number / row_copies_now, column = number % row_copies_now;
-            async_copy(slot + row * (16 * row_copies_now + ROW_PAD) + 16 * column, source + row * pitch + 16 * column);
+            for (u32 row = 0; row < ITEM_TILES; row += rows_at_once(J * HALF_BITS))
+                async_copy(to + row * row_bytes(), source + static_cast<u64>(row) * pitch);
+        } else {
+#pragma unroll 1
+            for (u32 row = 0; row < ITEM_TILES; row += rows) async_copy(to + row * row_bytes(), source + static_cast<u64>(row) * pitch);
         }
     }
-    static __device__ __forceinline__ void async_copy(u32 target, const u8* from) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
+    static __device__ __forceinline__ void async_copy(u32 to, const u8* from) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     }
 };
 
