@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from gpu_linear_checks import FORMS, WIDE, Checks, check_all
 
-from vllm_exl3.cuda import dispatch, runtime
+from vllm_exl3.cuda import dispatch, linear, prefill, runtime
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
+from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import write_results
 
@@ -59,6 +60,11 @@ def measure(
     """One row per cell and form, and the bf16 cuBLAS rows of the same shapes."""
     rows_out: list[dict[str, object]] = []
     buffer = random_trellis(600_000_000)
+    layers = {
+        (tuple(pack_shards([Shard(half_bits, codebook, *shape, 0, shape[1])])), shape[0])
+        for shape, codebook, half_bits, _ in cells(arguments)
+    }
+    linear.prepare(layers, torch.device("cuda", torch.cuda.current_device()))
     for shape in arguments.shapes:
         for rows in arguments.rows:
             rows_out.append(
@@ -73,16 +79,22 @@ def measure(
         x = torch.randn(rows, shape[0], device="cuda", dtype=torch.float16)
         for form in forms(codebook, rows):
             us = kept[key].time(x, form)
-            used = form or dispatch.choose_form(frozenset({codebook}), rows, runtime.device(0).limits.architecture)
-            row = _row("native", shape, codebook, half_bits, rows, used.name, us)
+            mode = form.name if form else served_by(kept[key], rows)
+            row = _row("native", shape, codebook, half_bits, rows, mode, us)
             rows_out.append(row)
             bf16 = float(str(dense[shape[0], shape[1], rows]))
-            name = (
-                f"{shape[0]:6d}×{shape[1]:<6d} {row['codebook']:5s} K={half_bits / 2:<4g} M={rows:<4d} {used.name:11s}"
-            )
+            name = f"{shape[0]:6d}×{shape[1]:<6d} {row['codebook']:5s} K={half_bits / 2:<4g} M={rows:<4d} {mode:11s}"
             rate = f"{shape[0] * shape[1] / us / 1e6:5.2f} Tw/s {row['gbps']:6.0f} GB/s"
             print(f"{name} {us:8.2f} µs {rate}  bf16/ours {bf16 / us:5.2f}", flush=True)
     return rows_out
+
+
+def served_by(rotation: Rotation, rows: int) -> str:
+    """The kernel that the dispatch table names for a batch size."""
+    limits, shard = runtime.device(0).limits, rotation.shard
+    if prefill.serves((shard,), rows, limits):
+        return "prefill"
+    return dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture).name
 
 
 def measure_peer(arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -127,6 +139,12 @@ def _row(
     }  # fmt: skip
 
 
+def _cell(row: dict[str, object]) -> tuple[object, ...]:
+    """What a row measures."""
+    names = ("kernel", "in", "out", "m", "bits", "codebook")
+    return tuple(row.get(name) for name in names)
+
+
 def every_form(codebook: int, rows: int) -> list[Form]:
     """The forms worth timing at a batch size."""
     if rows <= 16:
@@ -168,7 +186,15 @@ def main() -> int:
     if arguments.out and rows:
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         facts = {"multiprocessors": multiprocessors, "cuda": torch.version.cuda}
-        write_results(arguments.out, rows, machine="h200", command=" ".join(sys.argv), facts=facts)
+        cells_measured = {_cell(row) for row in rows}
+        write_results(
+            arguments.out,
+            rows,
+            machine="h200",
+            command="python benchmarks/gpu_linear.py --time --peer",
+            facts=facts,
+            replaces=lambda row: _cell(row) in cells_measured,
+        )
     return 0 if good else 1
 
 
