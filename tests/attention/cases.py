@@ -136,5 +136,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-TOLERANCE = 4e-3 if DEVICE == "cuda" else 8e-3
-"""Of the error; the interpreter truncates to bfloat16 where a GPU rounds, and has no bfloat16 output worth testing."""
+TOLERANCE = 3e-3 if DEVICE == "cuda" else 1e-3
+"""Of the error: what a bfloat16 output costs on a GPU; the interpreter has no bfloat16 worth testing."""
+UNPACKED_TOLERANCE = 5e-3 if DEVICE == "cuda" else 1.2e-2
+"""The same where keys and values are unpacked to bfloat16, to which the interpreter truncates."""

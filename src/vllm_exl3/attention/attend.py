@@ -4,15 +4,17 @@ Rows are (query token, head of the group) pairs of one KV head. The products are
 come as nibbles, are the left operand in registers, so that one unpacking serves all rows and a tile of scores holds
 no more columns than there are rows.
 
-Exactness. Nibbles are exact in bfloat16; the zero-points are applied in float32 to the same rounded operands that the
-tensor core saw. Nibbles of V enter centred: tensor cores truncate when they accumulate, and a sum of thousands of
-positive terms would drift.
+Exactness. Nibbles are exact in float16, and the zero-points are applied in float32 to the same rounded operands that
+the tensor core saw. Queries are brought to float16 by a power of two. The scale of a value goes into the exponent of
+its weight before that is rounded, so that weights lie between 0 and 2¹⁴ whatever the scales are: 29 bits of range at
+float16's full precision. Nibbles of V enter centred: tensor cores truncate when they accumulate, and a sum of thousands
+of positive terms would drift.
 """
 
 import triton
 import triton.language as tl
 
-from vllm_exl3.attention.nibbles import centred_nibbles, raised_nibbles
+from vllm_exl3.attention.nibbles import centred_nibbles, log2_of_positive, raised_nibbles, reciprocal
 from vllm_exl3.attention.rotation import hadamard_rows
 
 __all__ = ["LOG2_E", "LOWEST", "attend_kernel", "tile_range", "unrotate_tile"]
@@ -57,7 +59,7 @@ def _offset(page, page_stride, slot, WIDE: tl.constexpr):
 
 @triton.jit
 def _product(a, b, c, ASM: tl.constexpr):
-    """a·b + c of bfloat16 tiles; Triton's interpreter multiplies their bits as integers, so it gets them as float32."""
+    """a·b + c of float16 tiles, in float32."""
     if ASM:
         return tl.dot(a, b, c)
     else:
@@ -76,16 +78,18 @@ def _load_queries(
     BLOCK: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
 ):
-    """Rotated queries as four bfloat16 tiles ``[PADDED/4, ROWS]``, element 4w + j in tile j."""
+    """Rotated queries as float16 tiles ``[PADDED/4, ROWS]``, element 4w + j in tile j, and what a 1 in them means."""
     column = tl.arange(0, PADDED)
     x = tl.load(query_ptr + offset[:, None] + column[None, :], mask=ok[:, None] & (column < D)[None, :], other=0.0)
     x = x.to(tl.float32) * tl.load(signs_ptr + column % BLOCK)[None, :]
     x = hadamard_rows(tl.reshape(x, (ROWS * PADDED // BLOCK, BLOCK)), ROWS * PADDED // BLOCK, BLOCK, LOG_BLOCK)
-    x = tl.reshape(x.to(tl.bfloat16), (ROWS, PADDED // 4, 2, 2))
-    even, odd = tl.split(x)
+    x = tl.reshape(x, (ROWS, PADDED))
+    largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+    unit = tl.exp2(8.0 - tl.ceil(tl.log2(largest)))
+    even, odd = tl.split(tl.reshape((x * unit).to(tl.float16), (ROWS, PADDED // 4, 2, 2)))
     q0, q2 = tl.split(even)
     q1, q3 = tl.split(odd)
-    return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3)
+    return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), 1.0 / unit
 
 
 @triton.jit
@@ -189,8 +193,15 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
 
     query_head = head * GROUP + in_group
     q_offset = (start + token).to(tl.int64) * query_stride + query_head * D
-    q0, q1, q2, q3 = _load_queries(query_ptr, signs_ptr, q_offset, ok, D, PADDED, ROWS, BLOCK, LOG_BLOCK)
-    q_sum = tl.sum(q0.to(tl.float32) + q1.to(tl.float32) + (q2.to(tl.float32) + q3.to(tl.float32)), 0)
+    q0, q1, q2, q3, unit = _load_queries(query_ptr, signs_ptr, q_offset, ok, D, PADDED, ROWS, BLOCK, LOG_BLOCK)
+    # Odd streams of K come 16 times too large, and all come with 1024 added, which the products start by taking off.
+    q_even = tl.sum(q0.to(tl.float32) + q2.to(tl.float32), 0)
+    q_odd = tl.sum(q1.to(tl.float32) + q3.to(tl.float32), 0)
+    q_sum = q_even + q_odd
+    raised = tl.broadcast_to((-1024.0 * (q_even + q_odd * 0.0625))[None, :], [TILE, ROWS])
+    q1 = (q1.to(tl.float32) * 0.0625).to(tl.float16)
+    q3 = (q3.to(tl.float32) * 0.0625).to(tl.float16)
+    scale = scale * unit
     position = context + token
 
     word = tl.arange(0, WORDS)
@@ -229,26 +240,28 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
         key_scale = tl.load(at32 + D // 8)
         value_scale = tl.load(at32 + (D // 4 + 1))
 
-        s = _product(raised_nibbles(key_words, 0, ASM), q0, tl.zeros([TILE, ROWS], tl.float32), ASM)
+        s = _product(raised_nibbles(key_words, 0, ASM), q0, raised, ASM)
         s = _product(raised_nibbles(key_words, 1, ASM), q1, s, ASM)
         s = _product(raised_nibbles(key_words, 2, ASM), q2, s, ASM)
         s = _product(raised_nibbles(key_words, 3, ASM), q3, s, ASM)
-        key_zero = (key_scale & 0xF).to(tl.float32) + 128.0
-        s = (s - key_zero[:, None] * q_sum[None, :]) * ((key_scale & -16).to(tl.float32, bitcast=True) * scale)[:, None]
+        key_zero = (key_scale & 0xF).to(tl.float32)
+        key_factor = (key_scale & -16).to(tl.float32, bitcast=True) * scale
+        s = (s - key_zero[:, None] * q_sum[None, :]) * key_factor[:, None]
         if SOFT_CAP:
             s = soft_cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2_E / soft_cap)) + 1.0)) * LOG2_E
         seen = key[:, None] <= position[None, :]
         if WINDOW > 0:
             seen = seen & (key[:, None] > (position - WINDOW)[None, :])
         s = tl.where(seen, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 0))
+        # A slot past the end may hold any bits: its scale must not make 0·NaN of its zero weight.
+        value_factor = tl.where(key < length, (value_scale & -16).to(tl.float32, bitcast=True), 1.0)
+        s += log2_of_positive(value_factor, ASM)[:, None]
+        new_top = tl.maximum(top, tl.max(s, 0) - 14.0)
         decay = tl.exp2(top - new_top)
         p = tl.exp2(s - new_top[None, :])
         top = new_top
-        total = total * decay[None, :] + p
-        # A slot past the end may hold any bits: its scale must not make 0·NaN of its zero weight.
-        value_factor = tl.where(key < length, (value_scale & -16).to(tl.float32, bitcast=True), 0.0)
-        weights = (p * value_factor[:, None]).to(tl.bfloat16)
+        total = total * decay[None, :] + p * reciprocal(value_factor, ASM)[:, None]
+        weights = p.to(tl.float16)
         value_zero = (value_scale & 0xF).to(tl.float32) - 8.0
         correction = correction * decay[None, :] + weights.to(tl.float32) * value_zero[:, None]
         o0 = _product(centred_nibbles(value_words, 0, ASM), weights, o0 * decay[None, :], ASM)

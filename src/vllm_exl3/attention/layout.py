@@ -43,7 +43,7 @@ def rotation_block(head_size: int) -> int:
 def rotation_signs(block: int) -> torch.Tensor:
     """The transform's signs: float32 ±1 ``[block]`` on the CPU, the same in every process."""
     generator = torch.Generator(device="cpu").manual_seed(_SEED)
-    return 2.0 * torch.bernoulli(torch.full((block,), 0.5), generator=generator) - 1.0
+    return 2.0 * torch.bernoulli(torch.full((block,), 0.5, device="cpu"), generator=generator) - 1.0
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
