@@ -11,8 +11,12 @@ import pytest
 import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadata
-from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+try:
+    from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 
 from tests.serving.conftest import PACKS
 from tests.serving.engine import engine
