@@ -1,8 +1,9 @@
 """The GPU's routed experts: are they right, and how fast are whole MoE blocks.
 
-    python benchmarks/gpu_moe.py --check                     against float64
-    python benchmarks/gpu_moe.py --time [--vllm] --out FILE  whole blocks, and vLLM's bf16 fused MoE
-    python benchmarks/gpu_moe.py --tune --out FILE           every form at every batch size
+    python benchmarks/gpu_moe.py --check            against float64
+    python benchmarks/gpu_moe.py --time --out FILE  whole blocks, by the forms that dispatch chooses
+    python benchmarks/gpu_moe.py --tune --out FILE  every form that may win at a batch size
+    python benchmarks/gpu_moe.py --vllm --out FILE  vLLM's bf16 fused MoE, where vLLM is installed
 
 A timing is one whole block (sorting, transforms, both GEMMs, activation, weighted sum) in a replayed CUDA graph that
 goes round over different inputs and routings; the median of several replays. Routings are uniform.
@@ -24,6 +25,9 @@ from vllm_exl3.cuda.timing import replayed
 from vllm_exl3.tools.results import write_results
 
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048, 8192)
+
+_NARROW_ROWS = 8.0
+"""Up to how many tokens an expert, on average, the decode path is timed with --tune."""
 
 EXLLAMAV3_US: dict[tuple[str, int], float] = {
     (name, tokens): us
@@ -67,11 +71,13 @@ def block_us(layer: GpuLayer, top_k: int, tokens: int, form: MoeForm | None) -> 
 
 
 def vllm_us(experts: int, top_k: int, hidden: int, intermediate: int) -> Callable[[int], float]:
-    """A function of the number of tokens: microseconds of vLLM's fused MoE in bfloat16."""
+    """A function of the number of tokens: microseconds of vLLM's fused MoE (Triton) in bfloat16."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
-    w1 = torch.randn(experts, 2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
-    w2 = torch.randn(experts, hidden, intermediate, device="cuda", dtype=torch.bfloat16) * 0.02
+    def weights(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02)
+
+    w1, w2 = weights(experts, 2 * intermediate, hidden), weights(experts, hidden, intermediate)
 
     def us(tokens: int) -> float:
         copies = copies_for(tokens)
@@ -82,37 +88,46 @@ def vllm_us(experts: int, top_k: int, hidden: int, intermediate: int) -> Callabl
     return us
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+def forms_for(arguments: argparse.Namespace, experts: int, top_k: int, tokens: int) -> list[MoeForm | None]:
+    """What is timed at a number of tokens: what dispatch chooses, or with --tune every form that may win there."""
+    if not arguments.tune:
+        return [None]
+    rows = tokens * top_k / experts  # an expert, on average
+    least = {"wide128": 1.0, "wide256": 96.0}
+    return [form for form in every_form() if rows >= least.get(form.name, 0.0) and (form.wide or rows <= _NARROW_ROWS)]
+
+
+def measure(arguments: argparse.Namespace) -> None:
     """One row per shape, number of tokens and form; written as they come."""
     rows: list[dict[str, object]] = []
     for name in arguments.shapes:
         experts, top_k, hidden, intermediate, kinds, options = SHAPES[name]
         layer = random_layer(experts, hidden, intermediate, kinds, **options)  # type: ignore[arg-type]
-        forms = every_form() if arguments.tune else [None]
         for tokens in arguments.tokens:
-            for form in forms:
-                if form is not None and (form.identity or not form.wide) and tokens * top_k > 24 * experts:
-                    continue
+            for form in forms_for(arguments, experts, top_k, tokens):
                 us = block_us(layer, top_k, tokens, form)
                 rows.append(_row("native", name, tokens, us, form.name if form else None))
                 peer = EXLLAMAV3_US.get((name, tokens), math.nan)
                 label = f"{name} m={tokens:<5d} {form.name if form else '':10s}"
                 print(f"{label} {us:9.1f} µs  exllamav3/ours {peer / us:5.2f}", flush=True)
-                if arguments.out:
-                    write(arguments, rows)
+        write(arguments, rows)
         del layer
         torch.cuda.empty_cache()
-        if arguments.vllm and experts * hidden * intermediate * 6 < 100e9:
-            dense = vllm_us(experts, top_k, hidden, intermediate)
-            for tokens in arguments.tokens:
-                us = dense(tokens)
-                rows.append(_row("vllm_bf16", name, tokens, us, None))
-                print(f"{name} m={tokens:<5d} vllm bf16  {us:9.1f} µs", flush=True)
-            del dense
-            torch.cuda.empty_cache()
-            if arguments.out:
-                write(arguments, rows)
-    return rows
+
+
+def measure_vllm(arguments: argparse.Namespace) -> None:
+    """The same for vLLM's fused MoE on dense bfloat16 weights."""
+    rows: list[dict[str, object]] = []
+    for name in arguments.shapes:
+        experts, top_k, hidden, intermediate, _, _ = SHAPES[name]
+        dense = vllm_us(experts, top_k, hidden, intermediate)
+        for tokens in arguments.tokens:
+            us = dense(tokens)
+            rows.append(_row("vllm_bf16", name, tokens, us, None))
+            print(f"{name} m={tokens:<5d} vllm bf16  {us:9.1f} µs", flush=True)
+            write(arguments, rows)
+        del dense
+        torch.cuda.empty_cache()
 
 
 def _row(kernel: str, name: str, tokens: int, us: float, form: str | None) -> dict[str, object]:
@@ -126,10 +141,16 @@ def _row(kernel: str, name: str, tokens: int, us: float, form: str | None) -> di
 
 
 def write(arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    """Write what was measured so far."""
-    write_results(
-        Path(arguments.out), rows, machine="h200", command="python benchmarks/gpu_moe.py " + " ".join(sys.argv[1:])
-    )
+    """Write what was measured so far, beside the other kernels' rows in the file."""
+    if arguments.out:
+        kernels_measured = {row["kernel"] for row in rows}
+        write_results(
+            Path(arguments.out),
+            rows,
+            machine="h200",
+            command="python benchmarks/gpu_moe.py " + " ".join(sys.argv[1:]),
+            replaces=lambda row: row["kernel"] in kernels_measured,
+        )
 
 
 def main() -> int:
@@ -140,7 +161,7 @@ def main() -> int:
     parser.add_argument("--forms", nargs="*", default=[], help="names of forms, such as identity4 wide128")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--tune", action="store_true", help="every form")
-    parser.add_argument("--vllm", action="store_true", help="vLLM's bf16 fused MoE as well")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's bf16 fused MoE instead of the native kernels")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:4])
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--seed", type=int, default=1)
@@ -148,7 +169,9 @@ def main() -> int:
     arguments = parser.parse_args()
     FORMS[:] = arguments.forms
     right = check(arguments.seed, arguments.only) if arguments.check else True
-    if arguments.time or arguments.tune:
+    if arguments.vllm:
+        measure_vllm(arguments)
+    elif arguments.time or arguments.tune:
         measure(arguments)
     return 0 if right else 1
 

@@ -12,8 +12,8 @@ from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, MoeForm, forms, gemm_instance
 
-BOUND = 7e-4
-"""Relative Frobenius error of a whole layer: three linears within 5e-4 each, two of them one after the other."""
+BOUND = 1e-3
+"""Relative Frobenius error of a whole layer: three linears within 5e-4 each, two multiplied and one after them."""
 
 TOKENS = (1, 2, 8, 64, 300)
 
@@ -263,6 +263,7 @@ SHAPES: dict[str, tuple[int, int, int, int, list[Kind], dict[str, object]]] = {
         {"gated": False, "activation": ("relu2_ungated", 1.0, 0.0, math.inf)}),
     "32 experts 2880×2880 SwiGLU-OAI, biases": (32, 4, 2880, 2880, [(4, MCG), (5, MCG)],
         {"bias": True, "activation": ("swiglu", 1.702, 1.0, 7.0)}),
+    "384 experts 5120×2304 K5": (384, 6, 5120, 2304, [(5, MUL1)], {}),
 }  # fmt: skip
 """Real models: experts, top-k, hidden, intermediate, kinds, further arguments of `random_layer`."""
 
@@ -277,7 +278,7 @@ def check_shapes(checks: Checks, seed: int, names: Iterable[str] = tuple(SHAPES)
             expected = layer.oracle(x, *route)
             for form in [None] if tokens > 1 else every_form():
                 label = f"{name} M={tokens} {form.name if form else 'chosen'}"
-                checks.compare(label, "shapes", run(layer, x, route, form), expected, 9e-4)
+                checks.compare(label, "shapes", run(layer, x, route, form), expected)
         del layer
         torch.cuda.empty_cache()
 

@@ -59,7 +59,7 @@ ROW_THREADS = 256
 _NARROW, _NARROW_THREADS, _GROUP_ROWS = 16, 256, 8
 """Rows that the kernel of mma.sync takes at most, threads of its blocks, and rows that lie together for the other."""
 
-_LIGHT_HALF_BITS = 10
+_LIGHT_HALF_BITS = 8
 """Up to this 2·K the identities of four rows need no more than 80 registers."""
 
 _CHUNK_ROWS = 16

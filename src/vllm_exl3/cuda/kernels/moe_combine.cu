@@ -2,6 +2,7 @@
 #include "moe_problem.cuh"
 
 constexpr int COMBINE_THREADS = 256;
+constexpr u32 AT_ONCE = 4;  // rows whose loads overlap
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) exl3_moe_combine(const __grid_constant__ MoeArgs args) {
     wait_for_previous();
@@ -10,12 +11,20 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) exl3_moe_combine(c
     const u32 token = blockIdx.x, channel = 4 * (blockIdx.y * COMBINE_THREADS + threadIdx.x);
     if (channel >= down.out_width) return;
     float total[4] = {};
-    for (u32 choice = 0; choice < args.top_k; ++choice) {
-        const u32 slot = token * args.top_k + choice;
-        if (expert_of(args, slot) < 0) continue;
-        const float weight = args.weight_on_input ? 1.0f : args.weights[slot];
-        const float4 row = stage_output(args, down, slot, 0, channel);
-        total[0] += row.x * weight, total[1] += row.y * weight, total[2] += row.z * weight, total[3] += row.w * weight;
+    for (u32 first = 0; first < args.top_k; first += AT_ONCE) {
+        float4 rows[AT_ONCE];
+        float weights[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 slot = token * args.top_k + first + i;
+            const bool counts = first + i < args.top_k && expert_of(args, slot) >= 0;
+            rows[i] = counts ? stage_output(args, down, slot, 0, channel) : make_float4(0, 0, 0, 0);
+            weights[i] = !counts ? 0.0f : args.weight_on_input ? 1.0f : args.weights[slot];
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i)
+            total[0] += rows[i].x * weights[i], total[1] += rows[i].y * weights[i], total[2] += rows[i].z * weights[i],
+                total[3] += rows[i].w * weights[i];
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)

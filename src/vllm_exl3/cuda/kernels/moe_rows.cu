@@ -3,7 +3,7 @@
 #include "moe_route.cuh"
 #include "moe_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS) exl3_moe_rows(const __grid_constant__ MoeArgs args) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 4) exl3_moe_rows(const __grid_constant__ MoeArgs args) {
     extern __shared__ __align__(16) u32 memory[];
     wait_for_previous();
     let_next_start();

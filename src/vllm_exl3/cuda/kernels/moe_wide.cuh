@@ -9,8 +9,11 @@
 #include "barrier.cuh"
 #include "fragments.cuh"
 #include "moe_rows.cuh"
-#include "prefill_epilogue.cuh"
+#include "moe_strip.cuh"
 #include "wgmma.cuh"
+
+constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;
+constexpr u32 MOE_BARRIER_BYTES = 512;  // barriers and the cursor; then the pairs' staging areas, then the ring
 
 constexpr float MUL1_FACTOR = 1774.0f / 262144.0f;            // k_inv, fp16 0x1EEE
 constexpr float MUL1_RATIO = -10.3828125f / MUL1_FACTOR;      // k_bias / k_inv, k_bias fp16 0xC931
@@ -39,7 +42,7 @@ struct MoeRing {
         extern __shared__ __align__(128) u8 shared[];
         return shared_address(shared);
     }
-    static __device__ __forceinline__ u32 base(int pairs) { return memory() + BARRIER_BYTES + pairs * STAGING_BYTES; }
+    static __device__ __forceinline__ u32 base(int pairs) { return memory() + MOE_BARRIER_BYTES + pairs * STAGED_BYTES; }
     __device__ __forceinline__ u32 full() const { return memory() + 8 * slot; }
     __device__ __forceinline__ u32 empty(const MoeArgs& args) const { return memory() + 8 * (args.ring_stages + slot); }
     __device__ __forceinline__ void next(const MoeArgs& args, int pairs) {
@@ -73,8 +76,8 @@ struct WideCursor {
     }
 };
 
-constexpr u32 CURSOR_AT = 256;  // in the BARRIER_BYTES
-static_assert(CURSOR_AT + sizeof(WideCursor) <= BARRIER_BYTES, "fits");
+constexpr u32 CURSOR_AT = 256;  // in the MOE_BARRIER_BYTES
+static_assert(CURSOR_AT + sizeof(WideCursor) <= MOE_BARRIER_BYTES, "fits");
 
 // One warp's state; `warp` counts in the block, eight are a pair.
 template <int PAIRS_>
@@ -89,7 +92,7 @@ struct MoePair {
 
     __device__ __forceinline__ int pair() const { return warp / PAIR_WARPS; }
     __device__ __forceinline__ void sync() const { sync_threads(1 + pair(), PAIR_THREADS); }
-    __device__ __forceinline__ u32 staging() const { return MoeRing::memory() + BARRIER_BYTES + pair() * STAGING_BYTES; }
+    __device__ __forceinline__ u32 staging() const { return MoeRing::memory() + MOE_BARRIER_BYTES + pair() * STAGED_BYTES; }
 
     static __device__ __forceinline__ WideCursor& cursor() {
         extern __shared__ __align__(128) u8 shared[];
@@ -222,22 +225,26 @@ __device__ __forceinline__ void finish_rows(float (&sums)[ROWS / 2], const Pair&
     const u32 owner = rows_owner(pair.args, stage, rows.expert, index);
     const int lane = pair.lane;
     const u32 first_channel = strip * STRIP + 4 * (lane & 7);
-#pragma unroll
-    for (int j = 0; j < ROWS / 2; j += 4) {  // the step of channel bit 3
-        const float a = sums[j], b = sums[j + 1];
-        sums[j] = a + sums[j + 2], sums[j + 1] = b + sums[j + 3];
-        sums[j + 2] = a - sums[j + 2], sums[j + 3] = b - sums[j + 3];
-        asm volatile("" : "+f"(sums[j]), "+f"(sums[j + 1]), "+f"(sums[j + 2]), "+f"(sums[j + 3]));  // one group after the other
-    }
-    const u32 staged = pair.staging() + 4 * (2 * (lane & 3) * OUTPUT_PITCH + 16 * (pair.warp % PAIR_WARPS) + (lane >> 2));
+    hadamard_own(sums);
+    const u32 staged = pair.staging() + 4 * (2 * (lane & 3) * STAGED_PITCH + 16 * (pair.warp % PAIR_WARPS) + (lane >> 2));
 #pragma unroll 1
-    for (u32 chunk = 0; chunk * CHUNK < rows.rows; ++chunk) {
+    for (u32 chunk = 0; chunk * STAGED_ROWS < rows.rows; ++chunk) {
         pair.sync();
-#pragma unroll
-        for (int c = 0; c < ROWS / CHUNK; ++c)  // registers have no run-time index
-            if (c == chunk) stage_tokens<0>(sums + c * (CHUNK / 2), staged);
+        if (chunk == 0) stage_rows<0>(sums, staged);  // registers have no run-time index
+        if constexpr (ROWS > 32)
+            if (chunk == 1) stage_rows<32>(sums, staged);
+        if constexpr (ROWS > 64) {
+            if (chunk == 2) stage_rows<64>(sums, staged);
+            if (chunk == 3) stage_rows<96>(sums, staged);
+        }
+        if constexpr (ROWS > 128) {
+            if (chunk == 4) stage_rows<128>(sums, staged);
+            if (chunk == 5) stage_rows<160>(sums, staged);
+            if (chunk == 6) stage_rows<192>(sums, staged);
+            if (chunk == 7) stage_rows<224>(sums, staged);
+        }
         pair.sync();
-        const u32 token = 4 * (pair.warp % PAIR_WARPS) + (lane >> 3), row = chunk * CHUNK + token;
+        const u32 token = 4 * (pair.warp % PAIR_WARPS) + (lane >> 3), row = chunk * STAGED_ROWS + token;
         const bool exists = row < rows.rows;
         const u32 slot = exists ? pair.args.order[rows.first + row] : 0;
         const u32 at = slot * stage.projections + owner;
@@ -249,14 +256,12 @@ __device__ __forceinline__ void finish_rows(float (&sums)[ROWS / 2], const Pair&
         }
         float v[4][4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[j][0]), "=f"(v[j][1]), "=f"(v[j][2]), "=f"(v[j][3])
-                         : "r"(pair.staging() + 4 * (token * OUTPUT_PITCH + 4 * (lane & 7) + 32 * j)) : "memory");
+        for (int j = 0; j < 4; ++j) load_shared(v[j], pair.staging() + 4 * (token * STAGED_PITCH + 4 * (lane & 7) + 32 * j));
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[j][i] += constant;
-        hadamard_rest(v, lane);
+        hadamard_others(v, lane);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32 channel = first_channel + 32 * j;
