@@ -17,25 +17,26 @@ LAYER = Int4Attention(6, 2, 64, 0.125, 0, 0.0, SETTINGS)
 
 
 def test_requests_are_sorted() -> None:
-    starts = [0, 1, 9, 18, 82, 182, 190, 190, 253]
-    lengths = [300000, 8, 9000, 9000, 8291, 100000, 0, 20000]
+    starts = [0, 1, 9, 18, 82, 182, 190, 190, 253, 317]
+    lengths = [300000, 8, 9000, 8192, 5000, 100000, 0, 20000, 8191]
     assert sort_requests(starts, lengths) == HostBatch(
-        8, [(2, 9, 18, 9000), (7, 190, 253, 20000)], [(3, 18, 82, 9000)], True
+        8, [(2, 9, 18, 9000), (7, 190, 253, 20000)], [(3, 18, 82, 8192)], True
     )
-    assert sort_requests([0, 100], [8292]) == HostBatch(0, [], [(0, 0, 100, 8292)], False)
+    assert sort_requests([0, 1024], [512 + 1024]) == HostBatch(0, [], [(0, 0, 1024, 1536)], False)
+    assert sort_requests([0, 60], [8251]) == HostBatch(0, [], [], True)
     assert sort_requests([0, 2, 3], [5, 100]) == HostBatch(2, [], [], False)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long means 32 tokens, and 16 query tokens."""
-    monkeypatch.setattr(dispatch, "_LONG_CONTEXT", 32)
-    monkeypatch.setattr(dispatch, "_LONG_QUERY", 16)
+    """Long means 32 earlier tokens, or 64 query tokens times 80."""
+    monkeypatch.setattr(dispatch, "_MIDDLE_CONTEXT", 32)
+    monkeypatch.setattr(dispatch, "_LONG_WORK", 64.0 * 80)
     monkeypatch.setattr(dispatch, "_FEW_SEGMENTS", 2)
     monkeypatch.setattr(dispatch, "_multiprocessors", lambda device: 8)
 
 
-MIXED = Case((70, 90, 60, 25, 130), (1, 20, 11, 18, 3), 6, 2, 64, 16)
+MIXED = Case((70, 90, 60, 25, 130), (1, 66, 11, 18, 3), 3, 1, 64, 16)
 
 
 @pytest.mark.usefixtures("short")
@@ -52,13 +53,15 @@ MIXED = Case((70, 90, 60, 25, 130), (1, 20, 11, 18, 3), 6, 2, 64, 16)
 def test_a_mixed_batch(known: bool, flash: bool, invariant: bool, window: int) -> None:
     case = dataclasses.replace(MIXED, window=window)
     problem, expected = build(case, DEVICE, DTYPE)
-    starts = [0, 1, 21, 32, 50, 53]
+    starts = [0, 1, 67, 78, 96, 99]
     batch = sort_requests(starts, case.lengths) if known else None
     assert batch is None or (batch.decode_query, len(batch.middle), len(batch.long), batch.others) == (3, 1, 1, True)
-    layer = dataclasses.replace(LAYER, window=window, settings=dataclasses.replace(SETTINGS, batch_invariant=invariant))
+    layer = dataclasses.replace(
+        LAYER, heads=3, kv_heads=1, window=window, settings=dataclasses.replace(SETTINGS, batch_invariant=invariant)
+    )
     layer(
         problem.query, problem.cache, problem.table, problem.lengths, problem.starts, problem.output, None,
-        20, batch, flash_attention if flash else None,
+        66, batch, flash_attention if flash else None,
     )  # fmt: skip
     assert error(problem.output, expected) <= UNPACKED_TOLERANCE
 

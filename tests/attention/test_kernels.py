@@ -1,6 +1,7 @@
 """Every kernel against float64 over random batches: on a GPU where there is one, else in Triton's interpreter."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -66,13 +67,22 @@ def test_requests_outside_the_asked_lengths_are_left_alone() -> None:
     assert error(problem.output[:1], expected[:1]) <= TOLERANCE
     assert problem.output[1:].isnan().all()
     problem.output.fill_(torch.nan)
-    attend_whole(problem, Config(32, 2, 1, 2), 32, 2, (15, 30, 30))  # 20 query tokens over 30 earlier ones
-    assert problem.output[:21].isnan().all()
-    assert error(problem.output[21:], expected[21:]) <= TOLERANCE
+    attend_whole(problem, Config(32, 2, 1, 2), 32, 2, (31, math.inf))  # 20 query tokens over 30 earlier, 9 over 31
+    assert problem.output[21:].isnan().all() and problem.output[0].isnan().all()
+    assert error(problem.output[1:21], expected[1:21]) <= TOLERANCE
+    problem.output.fill_(torch.nan)
     attend(problem.of_request(1), 32, Config(32, 2, 2, 2)) if DEVICE == "cuda" else attend_segments(
         problem.of_request(1), 32, Config(32, 2, 1, 2), None
     )
     assert error(problem.output[1:21], expected[1:21]) <= TOLERANCE
+
+
+def test_work_that_another_kernel_takes_is_left_alone() -> None:
+    case = dataclasses.replace(PLAIN, lengths=(70, 70), counts=(64, 65), heads=2)
+    problem, expected = build(case, DEVICE, DTYPE)
+    attend_whole(problem, Config(32, 2, 1, 2), 32, 9, (0, 65.0 * 70))
+    assert problem.output[64:].isnan().all()
+    assert error(problem.output[:64], expected[:64]) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

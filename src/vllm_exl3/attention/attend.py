@@ -17,10 +17,12 @@ import triton.language as tl
 from vllm_exl3.attention.nibbles import centred_nibbles, log2_of_positive, raised_nibbles, reciprocal
 from vllm_exl3.attention.rotation import hadamard_rows
 
-__all__ = ["LOG2_E", "LOWEST", "attend_kernel", "tile_range", "unrotate_tile"]
+__all__ = ["LOG2_E", "LONG_QUERY", "LOWEST", "attend_kernel", "tile_range", "unrotate_tile"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """Scores are in binary logarithms: `exp2` is one instruction."""
+LONG_QUERY = tl.constexpr(64)
+"""Query tokens from which a request's work, rather than its context, says who attends it."""
 LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity as a running maximum: differences of it are not NaN."""
 
@@ -100,7 +102,7 @@ def unrotate_tile(x, signs_ptr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK:
     return tl.reshape(x, (ROWS, PADDED)) * (signs * (1.0 / BLOCK))[None, :]
 
 
-@triton.jit(do_not_specialize=["requests", "segments", "max_query", "skip_from", "skip_to", "skip_context"])
+@triton.jit(do_not_specialize=["requests", "segments", "max_query", "middle_context"])
 def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
     query_ptr,
     cache_ptr,
@@ -116,9 +118,8 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
     segments,
     min_query,
     max_query,
-    skip_from,
-    skip_to,
-    skip_context,
+    middle_context,
+    long_work,
     scale,
     soft_cap,
     page_stride,
@@ -149,7 +150,8 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
 
     Grid: (segment, KV head · HEAD_BLOCKS, query block). Query blocks count as in `_find_request` if RAGGED, else there
     are cdiv(max_query, BLOCK_Q) a request. Left alone are requests of fewer than ``min_query`` or more than
-    ``max_query`` query tokens, and those of ``skip_from`` to ``skip_to`` over ``skip_context`` and more earlier tokens.
+    ``max_query`` query tokens, those of fewer than LONG_QUERY over ``middle_context`` and more earlier tokens, and
+    those of LONG_QUERY and more whose query tokens times all tokens are ``long_work`` and more.
     Strides of the cache, and SLOT, are in bytes. If SPLIT, the result goes to ``partial_ptr`` (element 4w + j of
     a row at j·PADDED/4 + w) and ``stats_ptr`` for `merge.merge_kernel`; else there is one segment.
     """
@@ -172,7 +174,10 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
     context = length - count
     if (count < min_query) | (count > max_query) | (block * BLOCK_Q >= count):
         return
-    if (count >= skip_from) & (count <= skip_to) & (context >= skip_context):
+    if count < LONG_QUERY:
+        if context >= middle_context:
+            return
+    elif count.to(tl.float32) * length >= long_work:
         return
 
     row = tl.arange(0, ROWS)

@@ -3,8 +3,8 @@
 | query tokens of a request | served by |
 |---|---|
 | 1 to 8 (decoding, verification of drafts) | the read kernel on segments of the context |
-| 9 to 63 over 8192 and more cached tokens | the same, a request at a time |
-| 64 and more over 8192 and more cached tokens | FlashAttention on unpacked stretches |
+| 9 to 63 over 8192 and more earlier tokens | the same, a request at a time |
+| 64 and more; times the tokens in the cache 2¹⁹ and more | FlashAttention on unpacked stretches |
 | others | the read kernel on the whole context |
 
 The second and third need to know lengths on the host. While a CUDA graph is captured nothing is known there but the
@@ -12,12 +12,14 @@ batch's longest query, so there the first and the last serve all, and a graph's 
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_exl3 import env
+from vllm_exl3.attention.attend import LONG_QUERY
 from vllm_exl3.attention.launch import Config, Problem, attend_segments, attend_whole, partial_elements, rows_of
 from vllm_exl3.attention.prefill import FlashAttention, PrefillPlan, attend_long, plan_prefill
 from vllm_exl3.attention.shape import KernelShape
@@ -26,13 +28,14 @@ __all__ = ["DECODE_QUERY", "HostBatch", "Int4Attention", "Settings", "sort_reque
 
 DECODE_QUERY = 8
 """Most query tokens of a request that decodes."""
-_LONG_QUERY = 64
-_LONG_CONTEXT = 8192
+_MIDDLE_CONTEXT = 8192
+_LONG_WORK = float(1 << 19)
+"""64 query tokens over 8192: from there on FlashAttention repays unpacking."""
 _FEW_SEGMENTS = 16
 _MOST_SEGMENTS = 128
 _PROGRAMS_A_MULTIPROCESSOR = 4
 _FLASH_HEAD_SIZE = 256
-_NEVER = 2**31 - 1
+_LONG_QUERY = LONG_QUERY.value
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class HostBatch:
     Attributes:
         decode_query: most query tokens of a request that decodes, 0 if none does.
         middle: (row, first query token, last + 1, tokens in the cache) of requests of 9 to 63 over a long context.
-        long: the same of requests of 64 and more over a long context.
+        long: the same of requests of 64 and more with much work.
         others: whether there are more.
     """
 
@@ -67,10 +70,12 @@ def sort_requests(starts: Sequence[int], lengths: Sequence[int]) -> HostBatch:
         count = last - first
         if count <= DECODE_QUERY:
             decode = max(decode, count)
-        elif length - count < _LONG_CONTEXT:
-            others = True
+        elif count < _LONG_QUERY and length - count >= _MIDDLE_CONTEXT:
+            middle.append((row, first, last, length))
+        elif count >= _LONG_QUERY and float(count) * length >= _LONG_WORK:
+            long.append((row, first, last, length))
         else:
-            (middle if count < _LONG_QUERY else long).append((row, first, last, length))
+            others = True
     return HostBatch(decode, middle, long, others)
 
 
@@ -217,7 +222,7 @@ class Int4Attention:
             self._attend_segments(problem.of_request(row), _next_power_of_two(last - first))
         if batch.others or (batch.long and plan is None):
             config, rows = self.prefill_config()
-            skip = (DECODE_QUERY + 1, _NEVER if plan is not None else _LONG_QUERY - 1, _LONG_CONTEXT)
+            skip = (_MIDDLE_CONTEXT, _LONG_WORK if plan is not None else math.inf)
             attend_whole(problem, config, rows, DECODE_QUERY + 1, skip)
         if batch.long and plan is not None:
             assert flash_attention is not None
@@ -243,7 +248,7 @@ def measured_decode_shape(rows: int, head_size: int) -> KernelShape:
 
 def measured_prefill_shape(head_size: int) -> KernelShape:
     """The fastest cut of Triton prefill on an H200 (``benchmarks/results/h200/kv.json``)."""
-    return KernelShape(64, 64 if head_size <= 256 else 32, 8, None, 2)
+    return KernelShape(32, 64 if head_size <= 256 else 32, 4, None, 2)
 
 
 def _next_power_of_two(value: int) -> int:

@@ -16,7 +16,7 @@ __all__ = ["Config", "Problem", "attend_segments", "attend_whole", "partial_elem
 
 _LOG2_E = 1.0 / math.log(2.0)
 _NEVER = 2**31 - 1
-_NOTHING = (_NEVER, 0, 0)
+_NOTHING = (_NEVER, math.inf)
 _ASSEMBLES = isinstance(attend_kernel, JITFunction) and torch.version.cuda is not None
 """Whether kernels may use NVIDIA instructions: not in Triton's interpreter, nor on other GPUs."""
 
@@ -147,7 +147,7 @@ def attend_segments(problem: Problem, max_query: int, config: Config, scratch: t
 
 
 def attend_whole(
-    problem: Problem, config: Config, rows: int, min_query: int, skip: tuple[int, int, int] = _NOTHING
+    problem: Problem, config: Config, rows: int, min_query: int, skip: tuple[int, float] = _NOTHING
 ) -> None:
     """Attend requests of at least ``min_query`` query tokens, a block of them at a time over its whole context.
 
@@ -156,7 +156,8 @@ def attend_whole(
         config: how to cut, in one segment.
         rows: of a program, at most; a power of two.
         min_query: requests of fewer query tokens are left alone.
-        skip: requests of this many to this many query tokens, over this many earlier tokens and more, are left alone.
+        skip: left alone are requests of up to 63 query tokens over this many earlier tokens and more, and of 64 and
+            more whose query tokens times tokens in the cache are this many and more.
     """
     rows, block_q, head_blocks = rows_of(problem.group, rows, rows)
     constants = _constants(problem, config, rows, block_q, head_blocks)
@@ -201,7 +202,7 @@ def _launch(
     partial: torch.Tensor,
     stats: torch.Tensor,
     queries: tuple[int, int],
-    skip: tuple[int, int, int],
+    skip: tuple[int, float],
 ) -> None:
     cache = problem.cache
     strides = [cache.stride(axis) for axis in range(3)]
