@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_exl3.cli.bench_kv import kv
+
 __all__ = ["bench"]
 
 bench = typer.Typer(help="Measure kernels on this machine's GPU.", no_args_is_help=True)
@@ -12,6 +14,9 @@ bench = typer.Typer(help="Measure kernels on this machine's GPU.", no_args_is_he
 @bench.callback()
 def _bench() -> None:
     """Measure kernels on this machine's GPU."""
+
+
+bench.command()(kv)
 
 
 @bench.command()
