@@ -1,7 +1,5 @@
 """Code of vLLM's that reads a layer's weights itself, or replaces its layers: what it finds in an EXL3 layer."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -69,12 +67,3 @@ def test_what_transformers_fuses_and_the_pack_does_not_is_refused() -> None:
         engine(PACKS / PHI, model_impl="transformers"),
     ):
         pass
-
-
-@pytest.mark.slow
-def test_two_pipeline_stages_give_one_stages_tokens() -> None:
-    from tests.serving.engine import generate_on_two_ranks
-
-    with engine(PACKS / ODD) as llm:
-        expected = generate(llm, PROMPTS, 24)
-    assert generate_on_two_ranks(Path(PACKS / ODD), pipeline_parallel_size=2, tensor_parallel_size=1) == expected

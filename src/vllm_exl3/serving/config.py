@@ -74,10 +74,8 @@ _PER_PROCESS = (
 
 def fingerprint(pack: Pack) -> str:
     """What compiled graphs depend on: this package's version, and name, dtype and shape of every stored tensor."""
-    digest = hashlib.sha256()
-    for tensor in pack.tensors.values():
-        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-    return f"{__version__} {digest.hexdigest()}"
+    lines = sorted(f"{tensor.name} {tensor.dtype} {tensor.shape}" for tensor in pack.tensors.values())
+    return f"{__version__} {hashlib.sha256(repr(lines).encode()).hexdigest()}"
 
 
 class Exl3Config(QuantizationConfig):
