@@ -32,7 +32,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long means 32 earlier tokens, or 64 query tokens times 80."""
     monkeypatch.setattr(dispatch, "_MIDDLE_CONTEXT", 32)
     monkeypatch.setattr(dispatch, "_LONG_WORK", 64.0 * 80)
-    monkeypatch.setattr(dispatch, "_FEW_SEGMENTS", 2)
     monkeypatch.setattr(dispatch, "_multiprocessors", lambda device: 8)
 
 

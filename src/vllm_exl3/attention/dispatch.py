@@ -31,7 +31,8 @@ DECODE_QUERY = 8
 _MIDDLE_CONTEXT = 8192
 _LONG_WORK = float(1 << 19)
 """64 query tokens over 8192: from there on FlashAttention repays unpacking."""
-_FEW_SEGMENTS = 16
+_INVARIANT_SEGMENTS = 4
+"""Few, since the scratch of a large batch has as many parts."""
 _MOST_SEGMENTS = 128
 _PROGRAMS_A_MULTIPROCESSOR = 4
 _FLASH_HEAD_SIZE = 256
@@ -144,7 +145,7 @@ class Int4Attention:
         if shape.segments is not None:
             segments = shape.segments
         elif self.settings.batch_invariant:
-            segments = _FEW_SEGMENTS
+            segments = _INVARIANT_SEGMENTS
         else:
             programs = requests * -(-max_query // block_q) * self.kv_heads * head_blocks
             wanted = _multiprocessors(device) * _PROGRAMS_A_MULTIPROCESSOR / programs

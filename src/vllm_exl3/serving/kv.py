@@ -1,8 +1,9 @@
 """vLLM's Triton attention backend with this package's attention where the KV cache is int4_per_token_head.
 
 Registered in place of TRITON_ATTN, the only backend of vLLM 0.30 to 0.33 that takes this cache type; every other cache
-type goes to vLLM's own code untouched. Backends that vLLM derives from its own Triton backend directly
-(``triton_attn_diffkv``, ``triton_flash_attn``, ``triton_flashinfer``, Whisper's) keep vLLM's int4 attention.
+type goes to vLLM's own code untouched. Of the backends that vLLM derives from its own Triton backend directly,
+``triton_attn_diffkv``, ``triton_flash_attn`` and ``triton_flashinfer`` refuse int4 caches; Whisper's takes them, and
+keeps vLLM's int4 attention.
 """
 
 import functools
@@ -85,6 +86,7 @@ class Int4AttentionImpl(TritonAttentionImpl):
             soft_cap=float(self.logits_soft_cap),
             settings=Settings.from_environment(envs.VLLM_BATCH_INVARIANT),
         )
+        _note_once("the int4 KV cache is served by this package's attention (docs/kv-cache.md)")
 
     def _unsupported(self) -> str | None:
         if self.head_size % 8:
@@ -249,6 +251,11 @@ def flash_attention() -> FlashAttention | None:
 @functools.cache
 def _say_once(text: str) -> None:
     logger.warning("vllm-exl3: %s", text)
+
+
+@functools.cache
+def _note_once(text: str) -> None:
+    logger.info("vllm-exl3: %s", text)
 
 
 def _backend() -> type[TritonAttentionBackend]:
