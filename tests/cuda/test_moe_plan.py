@@ -200,3 +200,16 @@ def test_precompiling_knows_what_a_packs_experts_mix() -> None:
         assert not any(
             instance.source == "moe_wide.cu" for instance in expert_instances(codes, typical_limits("sm_80"))
         )
+
+
+def test_few_items_of_exact_sums_get_twice_the_warps() -> None:
+    form = MoeForm(True, 4)
+    one, many = plan("mul1", 1, form), plan("mul1", 64, form)
+    assert one.gemm_threads == (512, 512)  # 8 slots × 2 projections × 6 strips, and 8 × 16
+    assert many.gemm_threads == (256, 256)
+    for name in ("mcg", "mixed"):  # the order of float sums must not depend on the batch
+        assert plan(name, 1, form).gemm_threads == (256, 256)
+    for made in (one, many):
+        for instance, threads in zip(made.gemms, made.gemm_threads, strict=True):
+            assert dict(instance.macros)["INSTANCE_WARPS"] == str(threads // 32)
+            assert instance in instances(LAYERS["mul1"], H200)

@@ -26,6 +26,7 @@ from vllm_exl3.cuda.moe_plan import (
     MoeArgs,
     MoeForm,
     MoePlan,
+    exact,
     gemm_instance,
     plan_moe,
 )
@@ -143,13 +144,12 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
         stage.undo, stage.sums = (base + parts[name] + 4 * slots * before for name in ("undo", "sums"))
 
     dependent = device.limits.dependent_launch
-    rows, gemm, combine = device.kernel(ROWS), device.kernel(plan.gemm), device.kernel(COMBINE)
+    rows, combine = device.kernel(ROWS), device.kernel(COMBINE)
     if plan.route is not None:
         threads, shared = plan.route
         route = device.kernel(ROUTE)
         route.allow_shared(shared)
         route.launch((1, 1), threads, shared, stream, [arguments], dependent)
-    gemm.allow_shared(plan.gemm_shared)
     for index, stage in enumerate(arguments.stages):
         arguments.stage = index
         sorting = index == 0 and plan.route is None
@@ -162,7 +162,10 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
             shared = plan.rows_shared[index]
             rows.allow_shared(shared)
             rows.launch((slots + sorting, stage.projections), ROW_THREADS, shared, stream, [arguments], dependent)
-        gemm.launch((plan.gemm_grid[index], 1), plan.gemm_threads, plan.gemm_shared, stream, [arguments], dependent)
+        gemm = device.kernel(plan.gemms[index])
+        gemm.allow_shared(plan.gemm_shared)
+        grid, threads = (plan.gemm_grid[index], 1), plan.gemm_threads[index]
+        gemm.launch(grid, threads, plan.gemm_shared, stream, [arguments], dependent)
     columns = -(-second.out_width // _COMBINE_CHANNELS)
     combine.launch((arguments.tokens, columns), 256, 0, stream, [arguments], dependent)
 
@@ -190,6 +193,8 @@ def _triples(kinds: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 
 def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
     """The kernels that a layer needs, for batches of any size."""
-    gemms = [gemm_instance(layer.codes, form) for form in moe_dispatch.every_form(layer, limits)]
+    forms = moe_dispatch.every_form(layer, limits)
+    gemms = [gemm_instance(layer.codes, form) for form in forms]
+    gemms += [gemm_instance(layer.codes, form, alone=True) for form in forms if exact(layer.codes, form)]
     grouped = [ROUTE, *GROUP_ROWS] if limits.warpgroups else []
     return [ROWS, COMBINE, *grouped, *gemms]

@@ -176,9 +176,9 @@ class MoePlan:
     """The launches of one window of tokens, all but the pointers.
 
     Attributes:
-        gemm: the GEMM's instance.
+        gemms: the GEMM's instance for each stage.
         gemm_grid: its blocks, at most, for each stage.
-        gemm_threads: threads of its blocks.
+        gemm_threads: threads of its blocks, for each stage.
         gemm_shared: its dynamic shared memory.
         route: threads and shared memory of the sorting launch, or None where the input transform sorts.
         rows_shared: dynamic shared memory of the input transforms of both stages.
@@ -190,9 +190,9 @@ class MoePlan:
         parts: where its parts begin.
     """
 
-    gemm: Instance
+    gemms: tuple[Instance, Instance]
     gemm_grid: tuple[int, int]
-    gemm_threads: int
+    gemm_threads: tuple[int, int]
     gemm_shared: int
     route: tuple[int, int] | None
     rows_shared: tuple[int, int]
@@ -216,8 +216,19 @@ def narrow_blocks(codes: Sequence[tuple[int, int]], form: MoeForm) -> int:
     return 3 if form.identity and form.tile_rows == 4 and light else 2
 
 
-def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm) -> Instance:
-    """The grouped GEMM for these (2·K, codebook)."""
+def exact(codes: Sequence[tuple[int, int]], form: MoeForm) -> bool:
+    """Whether all sums are of integers, so that their order decides nothing, and few enough for twice the warps."""
+    return form == MoeForm(True, 4) and all(codebook == Codebook.MUL1 for _, codebook in codes)
+
+
+def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm, *, alone: bool = False) -> Instance:
+    """The grouped GEMM for these (2·K, codebook).
+
+    Args:
+        codes: what occurs in the layer.
+        form: how to multiply.
+        alone: whether an item has a multiprocessor to itself; only where sums are exact.
+    """
 
     def arithmetic(codebook: int) -> Arithmetic:
         if not form.identity:
@@ -231,8 +242,12 @@ def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm) -> Instance:
     if form.wide:
         macros = (("INSTANCE_PAIRS", str(form.pairs)), ("INSTANCE_KINDS", kinds))
         return Instance("moe_wide.cu", "exl3_moe_wide", macros)
-    blocks = str(narrow_blocks(codes, form))
-    macros = (("INSTANCE_TILE_ROWS", str(form.tile_rows)), ("INSTANCE_BLOCKS", blocks), ("INSTANCE_KINDS", kinds))
+    macros = (
+        ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
+        ("INSTANCE_WARPS", "16" if alone else "8"),
+        ("INSTANCE_BLOCKS", "1" if alone else str(narrow_blocks(codes, form))),
+        ("INSTANCE_KINDS", kinds),
+    )
     return Instance("moe_gemm.cu", "exl3_moe_gemm", macros)
 
 
@@ -322,6 +337,8 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         "fat_rows": fat_rows, "padded_rows": padded, "identity": int(form.identity), **gemm.values,
     }  # fmt: skip
     items = [blocks * stage["projections"] * -(-stage["out_features"] // (gemm.width * BLOCK)) for stage in stages]
+    # Few items leave a multiprocessor's other warps idle, so they get twice the warps.
+    alone = [exact(layer.codes, form) and count <= limits.multiprocessors for count in items]
     route_warps = 32
     while route_warps > 8 and _route_shared(route_warps, layer.experts) > _ROUTE_SHARED:
         route_warps //= 2
@@ -329,9 +346,9 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     stash = totals[1] + intermediate // BLOCK * _STASH_BYTES
     sorting = 0 if form.wide else _route_shared(ROW_THREADS // 32, layer.experts)
     return MoePlan(
-        gemm=gemm_instance(layer.codes, form),
+        gemms=(gemm_instance(layer.codes, form, alone=alone[0]), gemm_instance(layer.codes, form, alone=alone[1])),
         gemm_grid=(min(gemm.resident, items[0]), min(gemm.resident, items[1])),
-        gemm_threads=gemm.threads,
+        gemm_threads=(gemm.threads << alone[0], gemm.threads << alone[1]),
         gemm_shared=gemm.shared,
         route=(32 * route_warps, _route_shared(route_warps, layer.experts)) if form.wide else None,
         group_grid=min(8 * limits.multiprocessors, (padded // _CHUNK_ROWS + layer.experts) * first),

@@ -1,8 +1,8 @@
 // The grouped trellis GEMM for few rows an expert: persistent blocks over a list of work that the device made.
 //
 // An item is one row block × one strip (128 output channels) of one projection, over all of k: nothing is shared between
-// blocks, and an item's sums have one order. A block's eight warps are two halves of the strip × four slices of k, each
-// reading its tiles from global memory into registers one unit ahead. Bit rate, codebook and place of an expert's
+// blocks, and an item's sums have one order. A block's warps are two halves of the strip × slices of k, each reading its tiles
+// from global memory into registers one unit ahead. Bit rate, codebook and place of an expert's
 // projection come from the table, so one launch serves layers that mix them.
 #pragma once
 #include "fragments.cuh"
@@ -10,7 +10,7 @@
 #include "moe_words.cuh"
 #include "rotation.cuh"
 
-constexpr int MOE_WARPS = 8, MOE_THREADS = 32 * MOE_WARPS, MOE_SLICES = MOE_WARPS / 2;
+constexpr int MOE_WARPS = INSTANCE_WARPS, MOE_THREADS = 32 * MOE_WARPS, MOE_SLICES = MOE_WARPS / 2;
 constexpr int MOE_TILES = 4;  // tile columns of half a strip
 constexpr int MOE_STRIP_TILES = 2 * MOE_TILES;
 
@@ -102,8 +102,14 @@ __device__ __forceinline__ float integer_value(u32 high, u32 low, int activation
 template <class K, class Shared>
 __device__ __forceinline__ void finish_cell(Shared& shared, u32 group, u32 tile, u32 lane) {
     constexpr int A = K::arithmetic;
-    const uint4 sum = add_sums<A>(add_sums<A>(shared.slices[0][group][tile][lane], shared.slices[1][group][tile][lane]),
-                                  add_sums<A>(shared.slices[2][group][tile][lane], shared.slices[3][group][tile][lane]));
+    uint4 part[MOE_SLICES];
+#pragma unroll
+    for (int i = 0; i < MOE_SLICES; ++i) part[i] = shared.slices[i][group][tile][lane];
+#pragma unroll
+    for (int step = 1; step < MOE_SLICES; step *= 2)
+#pragma unroll
+        for (int i = 0; i < MOE_SLICES; i += 2 * step) part[i] = add_sums<A>(part[i], part[i + step]);
+    const uint4 sum = part[0];
     const u32 channel = 16 * tile + (lane >> 2), q = lane & 3;
     constexpr u32 tile_rows = sizeof(shared.undo) / 4;
     if constexpr (A == INTEGER) {
@@ -157,8 +163,9 @@ __device__ __forceinline__ void multiply_item(const MoeItem& item, Shared& share
         for (int group = 0; group < K::columns; ++group)
             shared.slices[slice][group][half * MOE_TILES + tile][lane] = sum_bits(sums[tile][group]);
     __syncthreads();
+    if (warp < MOE_STRIP_TILES)
 #pragma unroll
-    for (int group = 0; group < K::columns; ++group) finish_cell<K>(shared, group, warp, lane);
+        for (int group = 0; group < K::columns; ++group) finish_cell<K>(shared, group, warp, lane);
     __syncthreads();
 }
 

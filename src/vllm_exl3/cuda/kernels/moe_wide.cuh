@@ -277,8 +277,8 @@ __device__ __forceinline__ void finish_rows(float (&sums)[ROWS / 2], const Pair&
     }
 }
 
-// The same where kinds mix: which one the item is of is asked for every unit, not outside of the loop, which keeps the code
-// small; the four products of a unit follow each other.
+// The same where kinds mix and two pairs share the registers, which do not suffice for a loop of each kind (ptxas would put
+// waits between the products): which kind the item is of is asked for every unit, and the products of a unit follow each other.
 template <class List, int ROWS, class Pair>
 __device__ __forceinline__ void multiply_mixed(float (&sums)[ROWS / 2], Pair& pair, u32 kind) {
     u32 even[4][4], odd[4][4];
@@ -329,6 +329,12 @@ template <class First, class... Rest> struct WideKinds {
         ((half_bits == Rest::half_bits && codebook == Rest::codebook ? void(found = ++index) : void(++index)), ...);
         return found;
     }
+    template <int ROWS, class Pair>
+    static __device__ __forceinline__ void multiply(float (&sums)[ROWS / 2], Pair& pair, u32 kind) {
+        u32 index = 0;
+        if (kind == 0) multiply_rows<First, ROWS>(sums, pair);
+        ((++index == kind ? multiply_rows<Rest, ROWS>(sums, pair) : void()), ...);
+    }
     template <class Pair>
     static __device__ __forceinline__ void decode(u32 kind, u32 (&a)[4][4], const Pair& pair) {
         u32 index = 0;
@@ -343,7 +349,8 @@ __device__ __forceinline__ void run_rows(Pair& pair, u32 item) {
     if constexpr (List::mixed) {
         const u32 expert = pair.args.blocks[item / pair.list.per_block].expert;
         const u32 kind = List::index(projection_of(pair.args, expert, pair.stage.first + pair.list.projection(item)));
-        multiply_mixed<List, ROWS>(sums, pair, kind);
+        if constexpr (Pair::PAIRS == 1) List::template multiply<ROWS>(sums, pair, kind);
+        else multiply_mixed<List, ROWS>(sums, pair, kind);
     } else {
         multiply_rows<typename List::Only, ROWS>(sums, pair);
     }
