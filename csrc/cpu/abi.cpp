@@ -8,7 +8,6 @@
 #include "isa.h"
 #include "linear.h"
 #include "parallel.h"
-#include "rings.h"
 #include "rows.h"
 
 namespace {
@@ -96,15 +95,6 @@ int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t colu
     return guarded([&] {
         *squared_error =
             exl3::encode(exl3::kernels(), weights, stride, rows, columns, half_bits, codebook, trellis, threads);
-    });
-}
-
-int exl3_decode_rings(const uint16_t* rings, int64_t count, int width, int bits, float* out, int threads) {
-    if (bits < 1 || bits > 8 || width < 16 || width % 16) return BAD_ROWS;
-    return guarded([&] {
-        exl3::parallel_for(count, threads, [&](int64_t i, int) {
-            exl3::decode_ring(rings + i * exl3::ring_words(width, bits), width, bits, out + i * width);
-        });
     });
 }
 

@@ -13,7 +13,7 @@
 #endif
 
 // Raised whenever a function or a structure changes; the Python side refuses another number.
-#define EXL3_ABI_VERSION 2
+#define EXL3_ABI_VERSION 3
 
 // One trellis of a fused layer (vllm_exl3.ops.shards.Shard). Shards lie back to back in the flat
 // trellis (16·K int16 a tile), suh and svh.
@@ -58,9 +58,6 @@ EXL3_API int exl3_hadamard(float* values, int64_t blocks, int threads);
 // [rows / 16][columns / 16][16·K]; *squared_error gets the sum of the squared errors.
 EXL3_API int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t columns, int half_bits,
                          int codebook, uint16_t* trellis, double* squared_error, int threads);
-
-// Decodes rings of the row codec, back to back, to [count][width] floats: mul1(state) · scale.
-EXL3_API int exl3_decode_rings(const uint16_t* rings, int64_t count, int width, int bits, float* out, int threads);
 
 // Rows of a quantized table. Kinds: 0 int8, 1 int4, 2 EXL3 row code, 3 n-gram rows.
 struct exl3_row_call {

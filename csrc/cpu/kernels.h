@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "abi.h"
+
 namespace exl3 {
 
 enum Dtype : int { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
@@ -129,6 +131,7 @@ struct Kernels {
     // In place, over each 128 consecutive floats, scaled by 1/sqrt(128).
     void (*hadamard)(float* values, int64_t blocks);
     void (*viterbi)(ViterbiTask&);
+    void (*gather_row)(const exl3_row_call&, int64_t row);  // of a quantized embedding or n-gram table
 };
 
 extern const Kernels kernels_scalar;

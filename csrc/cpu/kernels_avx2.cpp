@@ -3,12 +3,13 @@
 #include "windows_avx2.h"
 
 #include "linear_kernels.h"
+#include "row_kernels.h"
 #include "viterbi_kernels.h"
 
 namespace exl3 {
 
 const Kernels kernels_avx2 = {
-    "avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi,
+    "avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

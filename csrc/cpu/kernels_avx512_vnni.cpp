@@ -3,12 +3,13 @@
 #include "windows_permute.h"
 
 #include "linear_kernels.h"
+#include "row_kernels.h"
 #include "viterbi_kernels.h"
 
 namespace exl3 {
 
 const Kernels kernels_avx512_vnni = {
-    "avx512_vnni", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi,
+    "avx512_vnni", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

@@ -2,12 +2,13 @@
 #include "simd_portable.h"
 
 #include "linear_kernels.h"
+#include "row_kernels.h"
 #include "viterbi_kernels.h"
 
 namespace exl3 {
 
 const Kernels kernels_scalar = {
-    "scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi,
+    "scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

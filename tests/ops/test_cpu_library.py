@@ -6,12 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.ops.cpu_cases import instruction_sets, needs_library
 from vllm_exl3.cpu import library as loading
-from vllm_exl3.pack import codec
 
 SOURCES = str(Path(loading.__file__).parents[2])
 
@@ -152,16 +150,3 @@ assert (one == four).all()
 """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-
-
-@needs_library
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("width", [160, 256])
-def test_rings_decode_as_in_the_specification(bits: int, width: int) -> None:
-    rings = np.random.default_rng(bits).integers(0, 65536, (7, 1 + width * bits // 16), np.uint16)
-    rings[:, 0] &= 0xBFFF  # a finite scale
-    out = np.empty((7, width), np.float32)
-    loading.check(loading.library().exl3_decode_rings(rings.ctypes.data, 7, width, bits, out.ctypes.data, 2))
-    states, scale = codec.unpack_rings(rings.view(np.int16), bits, width)
-    table = codec.codebook_table(codec.Codebook.MUL1).astype(np.float32)
-    np.testing.assert_array_equal(out, table[states] * scale.astype(np.float32).reshape(7, 1))

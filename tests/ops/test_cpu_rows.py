@@ -1,4 +1,4 @@
-"""The C++ rows against the PyTorch reference, bit for bit: every kind of table, K, width and dtype."""
+"""The C++ rows against the PyTorch reference, bit for bit: every instruction set, kind of table, K, width and dtype."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def table_of(kind: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["int8", "int4", *(str(bits) for bits in range(1, 9))])
 @pytest.mark.parametrize("width", [1, 127, 128, 129, 256, 576, 1000, 2880])
-def test_token_embeddings(kind: str, width: int) -> None:
+def test_token_embeddings(isa: str, kind: str, width: int) -> None:
     table, scales = table_of(kind, width)
     for dtype in DTYPES:
         for scale_dtype in DTYPES if kind.startswith("int") else (torch.float16,):
@@ -44,7 +44,7 @@ def test_token_embeddings(kind: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_ngram_rows(bits: int) -> None:
+def test_ngram_rows(isa: str, bits: int) -> None:
     rng = np.random.default_rng(bits)
     code = torch.from_numpy(random_rows(300, bits, rng))
     bias = torch.from_numpy(rng.uniform(-0.02, 0.02, (3, 160)).astype(np.float16))

@@ -24,7 +24,7 @@ __all__ = [
     "use_openmp",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """The ``EXL3_ABI_VERSION`` that this code speaks."""
 
 _NAME = "libvllm_exl3_cpu"
@@ -163,6 +163,5 @@ def _declare(loaded: ctypes.CDLL) -> None:
         *(pointer, integer, pointer, pointer, pointer, integer, integer, pointer, long, integer)
     ]
     loaded.exl3_hadamard.argtypes = [pointer, long, integer]
-    loaded.exl3_decode_rings.argtypes = [pointer, long, integer, integer, pointer, integer]
     loaded.exl3_gather_rows.argtypes = [ctypes.POINTER(RowCall)]
     loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]
