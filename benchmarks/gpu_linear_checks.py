@@ -107,6 +107,21 @@ def check_every_kind(checks: Checks, seed: int) -> None:
         )
 
 
+def check_scratch(checks: Checks, seed: int) -> None:
+    """Several tiles of tokens in memory full of ones: neither counters nor sums may begin with what was there."""
+    shard, limits = Shard(8, Codebook.MUL1, 1024, 896, 0, 896), runtime.device(torch.cuda.current_device()).limits
+    tensors, layout, x = random_weights(shard, seed), pack_shards([shard]), torch.randn(37, 1024, device="cuda")
+    prepare([[shard]], forms())
+    expected = exact(x, shard, *tensors)
+    for form in forms():
+        for rotated in (None,) if form.wide else (False, True):
+            size = linear.plan((shard,), 37, 1024, form, limits, rotated=rotated).scratch
+            used = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(4)]
+            del used
+            found = linear.linear(x, *tensors, None, layout, form=form, rotated=rotated)
+            checks.compare(f"used scratch {form.name} rotated {rotated}", "scratch", found, expected)
+
+
 def check_layers(checks: Checks, seed: int) -> None:
     """Fused layers of mixed kinds, crops, narrow and strided inputs, dtypes, bias, magnitudes, determinism."""
     mixed = [
@@ -138,8 +153,7 @@ def check_layers(checks: Checks, seed: int) -> None:
                     [linear.linear(x[i : i + 1], *tensors, bias, pack_shards(shards), form=form) for i in range(21)]
                 )
                 checks.same(f"{name} {dtype} {form.name} twice", whole, again)
-                if form.tile_rows not in (8,):
-                    checks.same(f"{name} {dtype} {form.name} alone", whole, alone)
+                checks.same(f"{name} {dtype} {form.name} alone", whole, alone)
 
 
 def check_large(checks: Checks, seed: int) -> None:
@@ -155,7 +169,7 @@ def check_large(checks: Checks, seed: int) -> None:
 
 
 def check_magnitudes(checks: Checks, seed: int) -> None:
-    """Inputs of any magnitude, with outliers; rows of zeros, and NaNs, which stay in their row."""
+    """Inputs of any magnitude, with outliers; rows of zeros, NaNs, which stay in their row, and what overflows."""
     shard = Shard(6, Codebook.MUL1, 14336, 512, 0, 512)
     tensors = random_weights(shard, seed)
     for magnitude in (1e-20, 1e-3, 1.0, 1e4, 1e20):
@@ -168,14 +182,18 @@ def check_magnitudes(checks: Checks, seed: int) -> None:
                 checks.compare(
                     f"magnitude {magnitude} {form.name} row {row}", "magnitude", found[row], expected[row], 7e-4
                 )
-    x = torch.randn(3, 14336, device="cuda")
+    x = torch.randn(4, 14336, device="cuda")
     x[1] = 0
     x[2, 5] = math.nan
+    largest = int(tensors[1].abs().argmax())
+    x[3, largest] = 3.2e38 / tensors[1][largest].float()
     for form in forms():
         found = linear.linear(x, *tensors, None, pack_shards([shard]), form=form)
         checks.done += 1
         if not (found[1] == 0).all() or not found[2].isnan().all() or found[0].isnan().any():
             checks.failed.append(f"{form.name}: zero and NaN rows came out wrong")
+        if (found[3].abs() < 1e30).any():
+            checks.failed.append(f"{form.name}: a row of the largest numbers came out as something plausible")
 
 
 def check_streams_and_graphs(checks: Checks, seed: int) -> None:
@@ -216,5 +234,12 @@ def check_streams_and_graphs(checks: Checks, seed: int) -> None:
 def check_all(checks: Checks, seed: int) -> None:
     """Everything, on inputs of this seed."""
     torch.manual_seed(seed)
-    for check in (check_every_kind, check_layers, check_large, check_magnitudes, check_streams_and_graphs):
+    for check in (
+        check_every_kind,
+        check_scratch,
+        check_layers,
+        check_large,
+        check_magnitudes,
+        check_streams_and_graphs,
+    ):
         check(checks, seed)

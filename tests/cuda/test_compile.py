@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from vllm_exl3.cuda import compiler, narrow
 from vllm_exl3.cuda.compiler import (
     ARCHITECTURES,
     CompileError,
@@ -66,9 +67,30 @@ def test_every_kernel_compiles(architecture: str, kind: tuple[int, int]) -> None
     _compile(instances_for([kind], typical_limits(architecture)), architecture)
 
 
+def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host reckons with of shared memory and scratch is what the kernels take."""
+    lines = ['#include "narrow.cuh"', f"static_assert(sizeof(SharedStrip[2]) <= {narrow._STATIC_BYTES});"]
+    lines.append(f"static_assert(WARPS == {narrow._WARPS} && THREADS == {narrow._THREADS});")
+    for identity, tile_rows in ((True, 4), (True, 8), (False, 8), (False, 16)):
+        form = Form(identity, tile_rows)
+        for half_bits, codebook in every_kind():
+            arithmetic = form.arithmetic(codebook)
+            kinds = f"Kinds<Kind<{half_bits}, {codebook}, {int(arithmetic)}, {tile_rows}>>"
+            lines.append(f"static_assert({kinds}::record_bytes() == {narrow._record_bytes(arithmetic, tile_rows)});")
+            for columns in (1, 2):
+                slot = narrow._slot_bytes(half_bits, columns)
+                lines.append(f"static_assert({kinds}::slot_bytes({columns}) == {slot});")
+    sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
+    monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
+    compile_instance(Instance("sizes.cu", ""), "sm_80")
+    sources["sizes.cu"] += f"\nstatic_assert({kinds}::slot_bytes(2) != {slot});"
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_instance(Instance("sizes.cu", ""), "sm_80")
+
+
 def test_errors_carry_the_log() -> None:
     with pytest.raises(CompileError, match="INSTANCE_KINDS"):
-        compile_instance(Instance("linear.cu", "exl3_linear", (("INSTANCE_WARPS", "16"),)), "sm_80")
+        compile_instance(Instance("narrow.cu", "exl3_narrow", (("INSTANCE_COLUMNS", "1"),)), "sm_80")
 
 
 def test_fingerprints_tell_what_decides_the_code() -> None:

@@ -5,14 +5,15 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_exl3.cuda.compiler import kernel_sources
+from vllm_exl3.cuda import dispatch, linear, survey
+from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
 from vllm_exl3.cuda.narrow import NarrowArgs, NarrowShard, plan_narrow
 from vllm_exl3.cuda.wide import plan_wide
-from vllm_exl3.ops.shards import Shard
+from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
 
 GPUS = {
@@ -136,6 +137,44 @@ def test_sums_are_ordered_alike_for_every_batch_of_a_class(
 def test_large_layers_fill_an_h200(shape: tuple[int, int], blocks: int) -> None:
     plan = plan_narrow((Shard(8, 2, *shape, 0, shape[1]),), 1, shape[0], Form(True, 4), GPUS["h200"])
     assert plan.grid == (blocks, 1)
+
+
+def _served(shards: tuple[Shard, ...], rows: int, limits: GpuLimits, one_class: bool) -> LinearPlan:
+    """The launch that serves ``rows`` tokens where the prefill kernel does not."""
+    codebooks = frozenset(shard.codebook for shard in shards)
+    form = dispatch.choose_form(codebooks, rows, limits.architecture, one_class=one_class)
+    return linear.plan(shards, rows, shards[0].in_features, form, limits)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(_shard, min_size=1, max_size=4),
+    st.integers(1, 240),
+    st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    st.sampled_from(sorted(GPUS)),
+    st.booleans(),
+)
+def test_every_kernel_is_prepared(
+    shapes: list[Shard], in_blocks: int, batches: list[int], gpu: str, one_class: bool
+) -> None:
+    """Nothing is compiled while requests wait."""
+    shards = tuple(Shard(s.half_bits, s.codebook, in_blocks * 128, s.out_features, 0, s.out_features) for s in shapes)
+    limits = GPUS[gpu]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_BATCH_INVARIANT", str(int(one_class)))
+        prepared = set(linear.instances(tuple(pack_shards(shards)), in_blocks * 128, limits))
+    for rows in (*range(1, 18), *batches):
+        assert prepared.issuperset(_served(shards, rows, limits, one_class).instances), rows
+
+
+@settings(max_examples=50)
+@example(Shard(8, 2, 0, 0, 0, 0), 112, 183, 4, "sm_120a")
+@given(_shard, st.integers(1, 420), st.integers(1, 2000), st.integers(1, 64), st.sampled_from(ARCHITECTURES))
+def test_precompiling_covers_every_shape(kind: Shard, in_blocks: int, blocks: int, rows: int, name: str) -> None:
+    shard = Shard(kind.half_bits, kind.codebook, in_blocks * 128, blocks * 128, 0, blocks * 128)
+    limits = survey.typical_limits(name)
+    compiled = set(survey.instances_for([(kind.half_bits, kind.codebook)], limits))
+    assert compiled.issuperset(_served((shard,), rows, limits, False).instances)
 
 
 def test_wide_forms_are_cut_alike() -> None:

@@ -1,4 +1,4 @@
-"""The linear and dequantize ops on CUDA: two launches a linear, nothing else on the stream, no host wait."""
+"""The linear and dequantize ops on CUDA: one or two launches for what one tile of tokens holds, and no host wait."""
 
 import ctypes
 import functools
@@ -193,7 +193,7 @@ def _launch(
 
 
 _EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 33, 65)
-"""Batch sizes that between them choose every form and every ring."""
+"""Batch sizes that between them choose every form, with the input rotated by the kernel itself and by one before it."""
 
 
 def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list[Instance]:

@@ -149,12 +149,11 @@ def _most_columns(form: Form, kinds: Sequence[tuple[int, int]], limits: GpuLimit
 def _memory(limits: GpuLimits, slot: int, record: int, items: int) -> tuple[int, int]:
     """Items of a warp's ring, and items whose activations are kept.
 
-    The ring is the smallest that keeps enough bytes in flight, or else the largest that fits beside a few records.
+    The ring is the smallest that keeps enough bytes in flight, or else the largest that fits beside a few records: it
+    is part of the kernel, and the same for layers of any depth.
     """
     room = limits.shared_memory - _STATIC_BYTES
-    fitting = [ring for ring in _RINGS if _WARPS * ring * slot + min(items, _LEAST_KEPT) * record <= room] or [
-        _RINGS[0]
-    ]
+    fitting = [ring for ring in _RINGS if _WARPS * ring * slot + _LEAST_KEPT * record <= room] or [_RINGS[0]]
     ring = next((ring for ring in fitting if _WARPS * (ring - 1) * slot >= _IN_FLIGHT), fitting[-1])
     return ring, max(1, min(items, (room - _WARPS * ring * slot) // record))
 
@@ -196,8 +195,9 @@ def plan_narrow(
     longest = -(-depth // cut.parts) if cut.parts else range_items + (longer_ranges > 0)
     ring, kept = _memory(limits, slot, record, longest)
     shared = _WARPS * ring * slot + kept * record
-    if shared > limits.shared_memory:
-        raise ValueError(f"{limits.architecture}: {limits.shared_memory} bytes of shared memory, {shared} are needed")
+    needed = shared + _STATIC_BYTES
+    if needed > limits.shared_memory:
+        raise ValueError(f"{limits.architecture}: {limits.shared_memory} bytes of shared memory, {needed} are needed")
     row_tiles = -(-rows // form.tile_rows)
     piece = min(rows, form.tile_rows) * _WARPS * 16 * cut.columns * 4
     scratch_parts = {"partials": 0}

@@ -14,8 +14,9 @@ __all__ = ["every_kind", "instances_for", "local_gpus", "pack_kinds", "typical_l
 _SHARED_MEMORY = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448, "sm_103a": 232448}
 """Bytes of shared memory that a block may use; 101376 on the architectures that are not listed."""
 
-_TYPICAL_SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672))
-"""Between them they choose every kernel of a kind: by where the input is rotated, and whether k is split."""
+_TYPICAL_SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672), (8192, 128256))
+"""Between them they choose every kernel of a kind: by where the input is rotated, by how many columns a warp has, and
+whether k is split."""
 
 
 def typical_limits(architecture: str) -> GpuLimits:

@@ -194,6 +194,10 @@ __device__ __forceinline__ void rotate(Kinds<Ks...> kinds, const NarrowArgs& arg
     u32 index = 0;
     let_next_start();
     wait_for_previous();
+    if (gridDim.y > 1)  // the counters of several row tiles are scratch that nobody has cleared
+        for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * THREADS + threadIdx.x; i < args.total_strips * gridDim.y;
+             i += gridDim.x * gridDim.y * THREADS)
+            args.counters[i] = 0;
     while (index + 1 < args.shard_count && blockIdx.x >= args.shards[index + 1].first_record) ++index;
     const NarrowShard& shard = args.shards[index];
     const u32 item = shard.first_item + blockIdx.x - shard.first_record;

@@ -1,7 +1,7 @@
-// The GEMM's B operand: every block rotates what its own items multiply and keeps it in shared memory.
+// The GEMM's B operand: a block keeps what its own items multiply in shared memory. It rotates that by itself, or loads what
+// narrow_rotate.cu wrote in the same way.
 //
-// An item's activations of one token are H(x·suh)/sqrt(128) with a scale of their own, so a block needs no other block's
-// channels, no launch before it and no scratch:
+// An item's activations of one token are H(x·suh)/sqrt(128) with a scale of their own, so rotating needs no other channels:
 //   INTEGER:    a15 = round(A·16256/max|A|), stored as 128·high + low, both in int8, two planes a token;
 //   PAIR, HALF: fp16 of A·2^e with 2^10 <= max|A|·2^e < 2^11.
 // What decoding leaves out of a weight (codebook.cuh) is added back through the initial value of the item's sums.
@@ -80,8 +80,8 @@ struct Scale {
 __device__ __forceinline__ Scale scale_of(u32 arithmetic, float largest) {
     if (arithmetic == INTEGER) {
         const float factor = LARGEST_INTEGER / largest;
-        if (!(factor <= 3.0e38f) && largest <= 1.0f) return {0.0f, 0.0f};  // zeros or subnormals
-        return {largest <= 3.0e38f ? factor : 0.0f, largest * (HADAMARD_SCALE * MUL1_SCALE / LARGEST_INTEGER)};
+        if (!(factor <= 3.0e38f) && largest <= 1.0f) return {0.0f, 0.0f};  // zeros, or below 2^-113
+        return {factor, largest * (HADAMARD_SCALE * MUL1_SCALE / LARGEST_INTEGER)};  // infinity and NaN: 0·undo is NaN
     }
     // 2^exponent <= largest·HADAMARD_SCALE, as float bits; the factor is 2^(10-exponent) and stays a normal number.
     const u32 exponent = __float_as_uint(largest * HADAMARD_SCALE) >> 23 & 0xffu;

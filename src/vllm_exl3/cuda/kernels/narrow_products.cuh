@@ -1,4 +1,4 @@
-// One item of one warp: decoded weights times the kept activations, into sums that begin where TokenItem says.
+// One item of one warp: decoded weights times the kept activations, into sums that begin where LaneTokens says.
 #pragma once
 #include "narrow_activations.cuh"
 
