@@ -54,6 +54,7 @@ class Touched:
 
 
 _LAYERS = "vllm.model_executor.layers"
+_NGRAM = "vllm.models.qwen4_exp.nvidia.ngram_embedding"
 _CREATE = (
     "layer",
     "input_size_per_partition",
@@ -99,6 +100,23 @@ TOUCHED = (
         f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices",
         "a rank's rows of the vocabulary",
         mentions=("padded_org_vocab_start_index", "num_org_elements_padded", "org_vocab_start_index"),
+    ),
+    Touched(
+        f"{_NGRAM}:Qwen4ExpPLEEmbeddingMethod.from_quant_config",
+        "EXL3 n-gram tables",
+        ("quant_config", "prefix"),
+    ),
+    Touched(f"{_NGRAM}:Qwen4ExpPLEPinnedHostEmbedding.__init__", "EXL3 n-gram tables", ("embedding_method",)),
+    Touched(f"{_NGRAM}:Qwen4ExpPLEDeviceEmbedding.forward", "EXL3 n-gram tables", ("ngram_ids",)),
+    Touched(
+        f"{_NGRAM}:Qwen4ExpNGramEmbedding.__init__",
+        "the hash of an n-gram table",
+        mentions=("ngram_heads_offsets", "ngram_heads_vocab_sizes", "layer_multipliers", ".ngram_embedding"),
+    ),
+    Touched(
+        "vllm.compilation.breakable_cudagraph:eager_break_during_capture",
+        "n-gram tables on disk beside CUDA graphs",
+        ("fn",),
     ),
     Touched(
         "vllm.model_executor.custom_op:PluggableLayer.register_oot",

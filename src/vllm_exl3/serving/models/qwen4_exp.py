@@ -1,8 +1,8 @@
 """Qwen3.8-Flash-Next (``Qwen4Exp…``): EXL3 n-gram tables, and FP8 ones on GPUs before Ada.
 
-vLLM chooses the method of the n-gram embedding in ``Qwen4ExpPLEEmbeddingMethod.from_quant_config``. Given a quantization
-config that it does not know it raises (0.30 to 0.32) or takes the table for a plain one (0.33), and it keeps the table in
-pinned memory of its own unless told otherwise. No hook reaches either, so both are replaced here:
+vLLM chooses the method of the n-gram embedding in ``Qwen4ExpPLEEmbeddingMethod.from_quant_config``. Given a
+quantization config that it does not know it raises (0.30 to 0.32) or takes the table for a plain one (0.33), and it
+keeps the table in pinned memory of its own unless told otherwise. No hook reaches either, so both are replaced here:
 
 * ``from_quant_config`` asks an `Exl3Config` first; everything else goes to vLLM's function.
 * The class for pinned tables, a pluggable layer, becomes the one for tables on the device where the method is ours:
