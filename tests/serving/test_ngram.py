@@ -39,8 +39,9 @@ def test_every_place_gives_the_specification_s_rows(
     folder = model.write_pack(tmp_path, shards=shards)
     module = model.build(folder, pinned=place != "resident")
     assert type(module.ngram_embedding).__name__ == "Qwen4ExpPLEDeviceEmbedding"
-    names = set(dict(module.ngram_embedding.named_parameters()))
-    assert names == ({"trellis"} if place in ("auto", "resident") else set())
+    assert not dict(module.ngram_embedding.named_parameters()), "vLLM's loader would wait for them"
+    held = {"head_bias", "head_offsets"} | ({"trellis"} if place in ("auto", "resident") else set())
+    assert set(dict(module.ngram_embedding.named_buffers())) == held, "what sleep keeps"
     assert torch.equal(model.look_up(module, model.TOKENS), model.wanted(folder, model.TOKENS).float())
     rows = module.ngram_embedding(torch.tensor([[0, 101, 204, 311]]))
     assert module.ngram_embedding.dequantize(rows, torch.bfloat16).dtype == torch.bfloat16

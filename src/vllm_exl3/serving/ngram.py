@@ -9,7 +9,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Parameter
 from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -86,11 +85,12 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
         backends.select("ngram", device.type, ngram_reference)
         if self.place == "disk":
             check_graphs(current.compilation_config, breakable=_breakable())
-        # Buffers: sleep keeps a model's buffers and discards everything else.
+        # Buffers, the rows too: nothing of this comes through vLLM's loader, which would wait for parameters to be
+        # loaded, and sleep keeps a model's buffers where it discards everything else.
         layer.register_buffer("head_bias", torch.zeros((heads, RING_NGRAM), dtype=torch.float16), persistent=False)
         layer.register_buffer("head_offsets", torch.zeros(heads, dtype=torch.int64), persistent=False)
         if self.place == "resident":
-            layer.trellis = Parameter(torch.zeros((rows, words), dtype=torch.int16), requires_grad=False)
+            layer.register_buffer("trellis", torch.zeros((rows, words), dtype=torch.int16), persistent=False)
             weight = layer.trellis
         elif self.place == "pinned":
             self._pinned = PinnedRows(rows, words)
@@ -119,7 +119,7 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
         if self.place == "disk":
             lookup = _outside_graphs(DiskTable(reader, layer.head_bias, layer.head_offsets, self.first_row))
         else:
-            rows = layer.trellis.data if self.place == "resident" else self._pinned.tensor
+            rows = layer.trellis if self.place == "resident" else self._pinned.tensor
             fill(rows, reader, self.first_row)
             lookup = MemoryTable(rows, layer.head_bias, layer.head_offsets, self.first_row)
         register_table(self.name, lookup)
