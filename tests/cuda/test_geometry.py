@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -109,6 +110,43 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
         assert (plan.counters == 0) == ("counters" in plan.scratch_parts) == (plan.grid[1] > 1)
         ends = [*sorted(plan.scratch_parts.values())[1:], plan.scratch]
         assert all(end > start for start, end in zip(sorted(plan.scratch_parts.values()), ends, strict=True))
+
+
+def _block_of_item(arguments: NarrowArgs, item: int) -> int:
+    """As narrow_problem.cuh finds it where the whole list is cut."""
+    longer = arguments.longer_ranges * (arguments.range_items + 1)
+    if item < longer:
+        return item // (arguments.range_items + 1)
+    return arguments.longer_ranges + (item - longer) // arguments.range_items
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8), st.sampled_from(sorted(GPUS))
+)
+def test_pieces_of_strips(shapes: list[tuple[int, int]], gpu: str) -> None:
+    """Every piece has a place of its own, a strip's lie together, and each of its blocks knows which they are."""
+    shards = tuple(Shard(8, 2, depth * 128, blocks * 128, 0, blocks * 128) for blocks, depth in shapes)
+    plan = plan_narrow(shards, 1, 128, FORMS[0], GPUS[gpu])
+    arguments, channels = _arguments(plan), 256 * int(dict(plan.instance.macros)["INSTANCE_COLUMNS"])
+    strips, first = [], 0
+    for shard in shards:
+        depth = shard.in_features // 128
+        for _ in range(-(-shard.out_features // channels)):
+            strips.append(range(first, first + depth))
+            first += depth
+    pieces = []
+    for index, strip in enumerate(strips):
+        of = [b for b, (start, end) in enumerate(_ranges(plan)) if start < strip.stop and end > strip.start]
+        if arguments.parts:
+            assert (of[0], len(of)) == (of[-1] - of[-1] % arguments.parts, arguments.parts)
+        else:
+            assert (of[0], of[-1]) == (_block_of_item(arguments, strip[0]), _block_of_item(arguments, strip[-1]))
+        assert of == list(range(of[0], of[-1] + 1))
+        pieces += [(block + index, block, len(of)) for block in of]
+    assert len({piece for piece, _, _ in pieces}) == len(pieces) <= len(strips) + plan.grid[0]
+    assert max(piece for piece, _, _ in pieces) < len(strips) + plan.grid[0]
+    shared = Counter(block for _, block, blocks in pieces if blocks > 1)
+    assert max(shared.values(), default=0) <= 2  # what the kernel remembers
 
 
 @given(

@@ -49,7 +49,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "C compiler and Python.h (Triton, FlashInfer)", _triton
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
-        yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _rows(f"cuda:{index}")
+        yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _gpu_rows(index)
         yield f"cuda:{index} graph capture", lambda index=index: _graph(index)
 
 
@@ -130,8 +130,9 @@ def _kernels(index: int) -> str:
 
     device = torch.device("cuda", index)
     layers = _layers()
-    linear.prepare([(tuple(pack_shards([shard])), 256) for shard in layers], device)
-    return f"{runtime.device(index).limits.architecture}, {_compared(linear.linear, layers, device)}"
+    with torch.cuda.device(device):  # kernels are launched in the current device's context
+        linear.prepare([(tuple(pack_shards([shard])), 256) for shard in layers], device)
+        return f"{runtime.device(index).limits.architecture}, {_compared(linear.linear, layers, device)}"
 
 
 def _rows(device: str) -> str:
@@ -140,6 +141,13 @@ def _rows(device: str) -> str:
     from vllm_exl3.cli.doctor_rows import compare_rows
 
     return compare_rows(torch.device(device))
+
+
+def _gpu_rows(index: int) -> str:
+    import torch
+
+    with torch.cuda.device(index):
+        return _rows(f"cuda:{index}")
 
 
 def _layers() -> "list[Shard]":

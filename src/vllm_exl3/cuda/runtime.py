@@ -98,7 +98,8 @@ class Device:
         """Ask the driver how many clusters fit: their blocks must lie in one group of multiprocessors."""
         kernel = self.kernel(TRANSFORM)
         shared = self.limits.shared_memory - 4096  # so much that a multiprocessor holds one block
-        clusters = tuple((blocks, kernel.active_clusters(blocks, 512, shared)) for blocks in (2, 4, 8))
+        with torch.cuda.device(self.index):
+            clusters = tuple((blocks, kernel.active_clusters(blocks, 512, shared)) for blocks in (2, 4, 8))
         self.limits = dataclasses.replace(self.limits, clusters=clusters)
 
     def prepare(self, instances: Iterable[Instance]) -> None:
