@@ -1,8 +1,8 @@
-// The trellis GEMM for up to 16 tokens a tile: y = ((x·suh) H W H)·svh + bias, one launch a fused linear.
+// The trellis GEMM for up to 16 tokens a tile: y = ((x·suh) H W H)·svh + bias, one launch a fused linear, or two.
 //
 // A warp multiplies J tile columns of its own; all warps of a block take the same k, so no sum crosses warps. Weights stream
 // through each warp's ring; they are fetched before the kernel ahead has finished, since nothing ever writes them. Then the block
-// rotates the activations of its own items (narrow_activations.cuh) and multiplies.
+// rotates the activations of its own items (narrow_activations.cuh), or loads what a launch before it rotated, and multiplies.
 #pragma once
 #include "narrow_finish.cuh"
 #include "narrow_ring.cuh"
