@@ -120,6 +120,7 @@ def _block_of_item(arguments: NarrowArgs, item: int) -> int:
     return arguments.longer_ranges + (item - longer) // arguments.range_items
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8), st.sampled_from(sorted(GPUS))
 )
@@ -184,7 +185,7 @@ def _served(shards: tuple[Shard, ...], rows: int, limits: GpuLimits, one_class: 
     return linear.plan(shards, rows, shards[0].in_features, form, limits)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(_shard, min_size=1, max_size=4),
     st.integers(1, 240),
@@ -205,7 +206,7 @@ def test_every_kernel_is_prepared(
         assert prepared.issuperset(_served(shards, rows, limits, one_class).instances), rows
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @example(Shard(8, 2, 0, 0, 0, 0), 112, 183, 4, "sm_120a")
 @given(_shard, st.integers(1, 420), st.integers(1, 2000), st.integers(1, 64), st.sampled_from(ARCHITECTURES))
 def test_precompiling_covers_every_shape(kind: Shard, in_blocks: int, blocks: int, rows: int, name: str) -> None:
