@@ -156,7 +156,10 @@ class Caches:
 
     def fp8_flash(self, shape: Shape) -> tuple[float, float]:
         """The same of vLLM's FlashAttention 3 over an fp8 cache, with queries in fp8 as vLLM gives them."""
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+        try:
+            from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+        except ImportError as error:
+            raise RuntimeError(f"vLLM's FlashAttention does not load here: {error}") from error
 
         one = torch.ones(1, device="cuda").expand(shape.batch, shape.kv_heads)
         lengths = torch.full((shape.batch,), shape.context, device="cuda", dtype=torch.int32)
