@@ -1,0 +1,29 @@
+// mbarriers, bulk copies and named barriers on the host: a copy happens at once, and its bytes arrive.
+#pragma once
+#include <map>
+
+#include "types.cuh"
+
+struct HostBarrier {
+    int expected = 0, arrived = 0;
+    long bytes = 0;
+    u32 phase = 0;
+    void check() {
+        if (arrived > expected) stop("a barrier has more arrivals than it expects");
+        if (arrived == expected && bytes == 0) arrived = 0, phase ^= 1;
+    }
+};
+inline std::map<u32, HostBarrier> host_barriers;
+
+inline void mbarrier_init(u32 barrier, u32 count) { host_barriers[barrier] = {int(count)}; }
+inline void mbarrier_init_visible() {}
+inline void mbarrier_arrive(u32 barrier) { ++host_barriers[barrier].arrived, host_barriers[barrier].check(); }
+inline void mbarrier_expect(u32 barrier, u32 bytes) { host_barriers[barrier].bytes += bytes, mbarrier_arrive(barrier); }
+inline void mbarrier_wait(u32 barrier, u32 phase) { while (host_barriers[barrier].phase == phase) switch_thread(); }
+inline bool one_lane() { return collect(0, [](auto&, int lane) { return lane == 7; }); }
+inline void copy_to_shared(u32 target, const u8* source, u32 bytes, u32 barrier) {
+    if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) stop("a bulk copy that is not of whole 16 bytes");
+    memcpy(shared_bytes(target, bytes), source, bytes);
+    host_barriers[barrier].bytes -= bytes, host_barriers[barrier].check();
+}
+inline void sync_threads(u32 barrier, u32 count) { named_meetings[barrier].wait(count); }

@@ -1,0 +1,46 @@
+// The MoE kernels on the host, behind one function for ctypes.
+#include "ptx.h"
+#include "fragments.cuh"
+#include "barrier.cuh"
+#include "moe_group_rows.cuh"
+#include "moe_route.cuh"
+#include "moe_wide.cuh"
+
+#define INSTANCE_STAGE 0
+#define exl3_moe_group_rows group_rows_0
+#include "moe_group_rows.cu"
+#undef INSTANCE_STAGE
+#undef exl3_moe_group_rows
+#define INSTANCE_STAGE 1
+#define exl3_moe_group_rows group_rows_1
+#include "moe_group_rows.cu"
+#include "moe_combine.cu"
+#include "moe_route.cu"
+#include "moe_rows.cu"
+
+#define INSTANCE_WARPS 8
+#include "moe_gemm.cuh"
+
+using One = Kind<8, 2, 2, 16>;
+template <int PAIRS, bool MIXED>
+void wide(const MoeArgs& args) {
+    if constexpr (MIXED) moe_wide<PAIRS, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
+    else moe_wide<PAIRS, WideKinds<One>>(args);
+}
+template <bool MIXED>
+void narrow(const MoeArgs& args) {
+    if constexpr (MIXED) moe_gemm<4, MoeKinds<Kind<8, 2, 0, 4>, Kind<6, 1, 1, 4>, Kind<5, 2, 0, 4>>>(args);
+    else moe_gemm<4, MoeKinds<Kind<8, 2, 0, 4>>>(args);
+}
+
+// `kernel` as test_moe_host.py numbers them.
+extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_x, u32 grid_y, u32 block, u32 shared) {
+    using Function = void (*)(const MoeArgs);
+    const Function simple[] = {exl3_moe_route, exl3_moe_rows, group_rows_0, group_rows_1, exl3_moe_combine};
+    launch(grid_x, grid_y, block, shared, [=] {
+        if (kernel < 5) simple[kernel](*args);
+        else if (kernel == 5) mixed ? narrow<true>(*args) : narrow<false>(*args);
+        else if (kernel == 6) mixed ? wide<2, true>(*args) : wide<2, false>(*args);
+        else mixed ? wide<1, true>(*args) : wide<1, false>(*args);
+    });
+}

@@ -1,0 +1,201 @@
+"""The MoE kernels, all of them, compiled for the host and held against float64: what a GPU would run, thread by thread.
+
+Barriers, bulk copies, tensor-core instructions and shared memory's limits are those of host/; how fast anything is, and
+what is in flight when, only a GPU shows (tests/gpu).
+"""
+
+import ctypes
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda.host_kernels import build
+from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
+from vllm_exl3.cuda.moe_plan import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoePlan, MoeStage, plan_moe
+from vllm_exl3.cuda.survey import typical_limits
+from vllm_exl3.ops.activation import ACTIVATIONS, activate
+from vllm_exl3.ops.experts import pack_table, projection_kinds, share_input_scales
+from vllm_exl3.pack.stored import Codebook
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
+
+H200 = typical_limits("sm_90a")
+IDENTITY, WIDE, WIDEST = MoeForm(True, 4), MoeForm(False, 128), MoeForm(False, 256)
+ROUTE, ROWS, GROUP_ROWS, COMBINE, GEMM = 0, 1, (2, 3), 4, {IDENTITY: 5, WIDE: 6, WIDEST: 7}
+BLOCKS = 2
+"""Thread blocks of a GEMM: few, so that every block has several items."""
+
+UNIFORM = [(4, Codebook.MUL1)]
+MIXED = [(3, Codebook.MCG), (4, Codebook.MUL1), (2.5, Codebook.MUL1), (4, Codebook.MUL1), (3, Codebook.MCG)]
+"""What host/moe.cpp knows."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build("moe", tmp_path_factory.mktemp("moe"))))
+
+
+class Memory:
+    """Arrays at addresses that are multiples of 256, like a GPU's allocations; kept as long as this lives."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def place(self, values: np.ndarray) -> int:
+        """Address of a copy."""
+        raw = np.full(values.nbytes + 512, 0xFF, np.uint8)  # NaN, and slots that do not exist
+        start = -raw.ctypes.data % 256
+        raw[start : start + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).ravel()
+        self._kept.append(raw)
+        return raw.ctypes.data + start
+
+
+def arguments_of(
+    memory: Memory, layer: MoELayer, plan: MoePlan, table: torch.Tensor, form: MoeForm, on_input: bool
+) -> MoeArgs:
+    """What vllm_exl3.cuda.moe fills in, with addresses of this process."""
+    stages = []
+    for name, sizes in zip(("w13", "w2"), plan.stages, strict=True):
+        tensors = {leaf: layer.tensors[f"{name}_{leaf}"] for leaf in ("trellis", "suh", "svh", "bias")}
+        places = {leaf: memory.place(tensor.numpy()) for leaf, tensor in tensors.items() if tensor is not None}
+        stages.append(MoeStage(**sizes, **places))
+    alpha, beta, limit = layer.activation[1:]
+    args = MoeArgs(
+        stages=(MoeStage * 2)(*stages), table=memory.place(table.numpy()), x_type=2, out_type=2, wide_ids=0,
+        x_stride=layer.hidden, out_stride=layer.hidden, weight_on_input=on_input, alpha=alpha, beta=beta, limit=limit,
+        activation=ACTIVATION_KINDS.index(layer.activation[0]), **plan.values,
+    )  # fmt: skip
+    base, parts = memory.place(np.full(plan.scratch, 0xFF, np.uint8)), plan.parts
+    for part in ("order", "places", "blocks", "chunks", "list_sizes", "starts"):
+        setattr(args, part, base + parts[part])
+    first, second = args.stages
+    first.rows, first.out, first.out_scales = (base + parts[part] for part in ("first_rows", "hidden", "out_scales"))
+    second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
+    second.out_scales = first.out_scales + 4 * args.slots * first.projections * first.out_features // 128
+    for stage, before in ((first, 0), (second, first.projections)):
+        stage.undo, stage.sums = (base + parts[part] + 4 * args.slots * before for part in ("undo", "sums"))
+    return args
+
+
+def run(
+    library: ctypes.CDLL,
+    layer: MoELayer,
+    x: torch.Tensor,
+    route: tuple[torch.Tensor, torch.Tensor],
+    form: MoeForm,
+    *,
+    on_input: bool = False,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The whole op, launch by launch."""
+    kinds = projection_kinds(layer.projections)
+    experts, (tokens, top_k) = len(layer.projections), route[1].shape
+    shape = Layer(
+        tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True)),
+        experts, experts, top_k, layer.hidden, layer.intermediate,
+    )  # fmt: skip
+    plan, memory = plan_moe(shape, tokens, form, form.tile_rows // 2, H200), Memory()
+    args = arguments_of(memory, layer, plan, pack_table(layer.projections) if table is None else table, form, on_input)
+    out = np.full((tokens, layer.hidden), np.nan, np.float32)
+    args.x, args.out = memory.place(x.numpy()), out.ctypes.data
+    args.weights, args.ids = memory.place(route[0].numpy()), memory.place(route[1].numpy())
+    mixed = len({kinds[i + 1 : i + 3][0] * 4 + kinds[i + 2] for i in range(0, len(kinds), 3)}) > 1
+
+    def launch(kernel: int, grid: tuple[int, int], threads: int, shared: int) -> None:
+        library.run_kernel(ctypes.byref(args), kernel, int(mixed), *grid, threads, shared)
+
+    if plan.route is not None:
+        launch(ROUTE, (1, 1), *plan.route)
+    for index, stage in enumerate(args.stages):
+        args.stage = index
+        if plan.route is not None:
+            launch(GROUP_ROWS[index], (BLOCKS, 1), 256, plan.group_shared[index] or 0)
+        else:
+            launch(ROWS, (args.slots + 1 - index, stage.projections), 256, plan.rows_shared[index])
+        launch(GEMM[form], (BLOCKS, 1), 256 * form.pairs if form.wide else 256, plan.gemm_shared)
+    launch(COMBINE, (tokens, 1), 256, 0)
+    return torch.from_numpy(out)
+
+
+def error(found: torch.Tensor, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found.double().numpy() - expected) / np.linalg.norm(expected))
+
+
+def bound(form: MoeForm) -> float:
+    """Of a layer: three linears within 5e-4 each."""
+    return 1e-3 if form.wide else 7e-4
+
+
+OAI = {"bias": True, "activation": ("swiglu", 1.702, 1.0, 7.0), "function": swiglu(1.702, 1.0, 7.0)}
+RELU2 = {
+    "gated": False,
+    "activation": ("relu2_ungated", 1.0, 0.0, math.inf),
+    "function": lambda _, up: np.maximum(up, 0) ** 2,
+}
+
+CASES = {
+    "decode": (IDENTITY, 3, 256, 256, UNIFORM, 5, 2, {}),
+    "decode, mixed, biases": (IDENTITY, 3, 200, 256, MIXED, 6, 2, OAI),
+    "prefill": (WIDE, 3, 256, 256, UNIFORM, 9, 2, {}),
+    "prefill, odd strips, biases": (WIDE, 2, 256, 320, UNIFORM, 40, 1, OAI),
+    "prefill, mixed": (WIDE, 2, 256, 256, MIXED, 35, 1, RELU2),
+    "prefill, 256 rows": (WIDEST, 1, 128, 256, UNIFORM, 140, 1, {}),
+    "prefill, 256 rows, mixed": (WIDEST, 3, 256, 128, MIXED, 20, 2, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_equal_the_oracle(library: ctypes.CDLL, name: str) -> None:
+    form, experts, hidden, intermediate, kinds, tokens, top_k, options = CASES[name]
+    layer = random_layer(experts, hidden, intermediate, kinds, **options)
+    x = torch.randn((tokens, hidden), generator=torch.Generator().manual_seed(2))
+    weights, ids = random_routing(tokens, experts, top_k)
+    ids[1, 0] = -1
+    found = run(library, layer, x, (weights, ids), form)
+    assert error(found, layer.oracle(x, weights, ids)) < bound(form)
+    wrong = ids.roll(1, 0) if experts > 1 else torch.full_like(ids, -1)
+    assert error(run(library, layer, x, (weights, wrong), form), layer.oracle(x, weights, ids)) > 20 * bound(form)
+
+
+@pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
+def test_shared_input_scales_and_router_weights_on_the_input(library: ctypes.CDLL, form: MoeForm) -> None:
+    layer = random_layer(2, 256, 128, UNIFORM)
+    suh, table = layer.tensors["w13_suh"], pack_table(layer.projections)
+    for gate, up, _ in layer.projections:
+        suh[up.suh : up.suh + 256] = suh[gate.suh : gate.suh + 256]
+    x = torch.randn((5, 256), generator=torch.Generator().manual_seed(4))
+    route = random_routing(5, 2, 1)
+    route = (route[0] * 0.3, route[1])
+    apart = run(library, layer, x, route, form, on_input=True)
+    assert error(apart, layer.oracle(x, *route, on_input=True)) < bound(form)
+    shared = run(library, layer, x, route, form, on_input=True, table=share_input_scales(table, suh))
+    assert torch.equal(shared, apart)
+
+
+@pytest.mark.parametrize("form", [IDENTITY, WIDE, WIDEST], ids=lambda form: form.name)
+def test_a_row_does_not_depend_on_its_batch(library: ctypes.CDLL, form: MoeForm) -> None:
+    layer = random_layer(2, 128, 128, UNIFORM)
+    x = torch.randn((7, 128), generator=torch.Generator().manual_seed(5))
+    weights, ids = random_routing(7, 2, 1)
+    whole = run(library, layer, x, (weights, ids), form)
+    for row in (0, 6):
+        part = slice(row, row + 1)
+        assert torch.equal(run(library, layer, x[part], (weights[part], ids[part]), form), whole[part])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
+def test_every_activation(library: ctypes.CDLL, form: MoeForm, name: str) -> None:
+    numbers, gated = (1.3, 0.4, 0.8), ACTIVATIONS[name].gated
+
+    def function(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        hidden = torch.from_numpy(np.concatenate([gate, up], axis=1) if gated else up)
+        return activate(name, hidden, *numbers).numpy()
+
+    layer = random_layer(1, 128, 128, UNIFORM, gated=gated, activation=(name, *numbers), function=function)
+    x = torch.randn((3, 128), generator=torch.Generator().manual_seed(6))
+    route = (torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32))
+    assert error(run(library, layer, x, route, form), layer.oracle(x, *route)) < bound(form)
