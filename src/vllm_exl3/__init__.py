@@ -31,7 +31,7 @@ def register() -> None:
 
 def runtime_diagnostics() -> dict[str, object]:
     """What this process serves and with which kernels, as plain JSON-serialisable values."""
-    from vllm_exl3.serving.report import runtime_diagnostics
+    from vllm_exl3.serving.diagnostics import runtime_diagnostics
 
     return runtime_diagnostics()
 

@@ -26,6 +26,7 @@ __all__ = [
     "INT4_KV",
     "INT4_TILES",
     "LINEAR_KERNEL",
+    "METRICS_FOLDER",
     "MOE_KERNEL",
     "NATIVE_MOE_MAX_ROWS",
     "NATIVE_MOE_MAX_ROWS_BY_BITS",
@@ -248,6 +249,14 @@ CPU_ISA = Variable(
     "avx512_vnni and avx512_vbmi are for comparison.",
 )
 
+METRICS_FOLDER = Variable(
+    "VLLM_EXL3_METRICS_FOLDER",
+    "",
+    str,
+    "Folder where the processes that run models leave their counters for /metrics; empty means one of the server's own, "
+    "which it removes when it ends.",
+)
+
 CACHE = Variable(
     "VLLM_EXL3_CACHE",
     "",
@@ -312,6 +321,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NGRAM_CACHE_MIB,
     REQUIRE_UVA_EXPERTS,
     CPU_ISA,
+    METRICS_FOLDER,
     CACHE,
 )
 """All of them, for the doctor and the documentation."""

@@ -39,6 +39,7 @@ from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table, TiedHea
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.models import qwen4_exp
+from vllm_exl3.serving.metrics import leave_counters
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
@@ -264,6 +265,8 @@ class Exl3Config(QuantizationConfig):
             with phase("making kernels ready"):
                 self._prepare_kernels(compute_device(layer))
             self.report.publish()
+            current = get_current_vllm_config_or_none()
+            leave_counters(current.cache_config.cache_dtype if current is not None else "unknown")
 
     def _prepare_kernels(self, device: torch.device) -> None:
         backend = backends.select("linear", device.type, linear_reference).backend

@@ -18,7 +18,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register the quantization config, the embedding hook and the int4 attention, once per process.
+    """Register the quantization config, the embedding hook, the int4 attention and the metrics, once per process.
 
     Raises:
         RuntimeError: another installed plugin serves EXL3 packs too.
@@ -38,10 +38,12 @@ def register() -> None:
     from vllm_exl3.serving.config import Exl3Config
     from vllm_exl3.serving.embedding_hook import register_embedding_hook
     from vllm_exl3.serving.kv_register import register_attention
+    from vllm_exl3.serving.metrics import register_metrics
 
     register_quantization_config("exl3")(Exl3Config)
     register_embedding_hook()
     register_attention()
+    register_metrics()
     _registered = True
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_exl3.serving.layout import Layout
     from vllm_exl3.serving.moe_layout import ExpertLayout
 
-__all__ = ["Report", "is_first_rank", "runtime_diagnostics"]
+__all__ = ["Report", "is_first_rank", "reports", "runtime_diagnostics"]
 
 logger = logging.getLogger("vllm.exl3")
 _reports: list["Report"] = []
@@ -202,6 +202,11 @@ class Report:
             op: {"backend": choice.backend.name, "device": self.device, "declined": choice.declined}
             for op, choice in choices.items()
         }
+
+
+def reports() -> list[Report]:
+    """The reports of the models that this process has loaded, oldest first."""
+    return list(_reports)
 
 
 def runtime_diagnostics() -> dict[str, object]:
