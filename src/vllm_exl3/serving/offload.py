@@ -72,8 +72,9 @@ class UvaExpertLayerStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """The status as plain data, with the two judgements."""
+        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return {
-            **asdict(self),
+            **lists,
             "fully_uva_offloaded": self.fully_uva_offloaded,
             "partially_uva_offloaded": self.partially_uva_offloaded,
         }
