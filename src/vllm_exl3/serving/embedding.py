@@ -32,6 +32,9 @@ __all__ = ["QuantizedEmbeddingMethod", "Table", "TiedHeadMethod"]
 
 logger = logging.getLogger("vllm.exl3")
 
+_GPU_CHUNKS = 16
+"""Blocks of rows that a GPU decodes at once for a tied head: one is a few microseconds' work, less than two launches."""
+
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -214,6 +217,8 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
         flat = x.reshape(-1, x.shape[-1])
         # Without the row that a rank beyond the vocabulary keeps.
         rows, step = layer.shard_indices.num_org_elements, row_chunk(layer.embedding_dim)
+        if x.device.type == "cuda":
+            step *= _GPU_CHUNKS
         logits = flat.new_zeros((flat.shape[0], layer.num_embeddings_per_partition))
         for start in range(0, rows, step):
             ids = torch.arange(start, min(start + step, rows), device=x.device)
