@@ -33,7 +33,7 @@ __all__ = ["QuantizedEmbeddingMethod", "Table", "TiedHeadMethod"]
 logger = logging.getLogger("vllm.exl3")
 
 _GPU_CHUNKS = 16
-"""Blocks of rows that a GPU decodes at once for a tied head: one is a few microseconds' work, less than two launches."""
+"""Blocks of rows that a GPU decodes at once for a tied head: one is less work than two launches take."""
 
 _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
