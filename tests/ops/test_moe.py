@@ -11,6 +11,7 @@ import torch
 import vllm_exl3.ops.moe as moe_module
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
 from vllm_exl3.cpu.moe import grouped_experts, moe_native
+from vllm_exl3.cuda.moe_by_expert import moe_exllamav3
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.experts import pack_table, share_input_scales
 from vllm_exl3.ops.linear import linear_reference
@@ -253,3 +254,11 @@ def test_experts_without_a_gate_share_nothing() -> None:
     layer = random_layer(3, 256, 256, [(3, MUL1)], gated=False)
     table = pack_table(layer.projections)
     assert torch.equal(share_input_scales(table, layer.tensors["w13_suh"]), table)
+
+
+def test_the_comparison_expert_by_expert(monkeypatch: pytest.MonkeyPatch, layer: MoELayer) -> None:
+    """exllamav3's linears, stood in for by the reference's: the table is read on the host, wherever it is."""
+    monkeypatch.setattr("vllm_exl3.cuda.exllamav3.linear", linear_reference)
+    x, (weights, ids) = inputs(9, 256), random_routing(9, 8, 3)
+    found = moe_exllamav3(x, *layer.arguments(weights, ids))
+    assert error(found, layer.oracle(x, weights, ids)) < BOUND["grouped"]
