@@ -23,7 +23,7 @@ def tolerated(instance: Instance) -> int:
     Warpgroup kernels put accumulators aside once an item, until their rows are stored; fp16 with mma.sync, for GPUs
     without wgmma, lacks a few registers at some rates.
     """
-    return {"moe_wide.cu": 320, "moe_gemm.cu": 96}.get(instance.source, 0)
+    return {"moe_wide.cu": 384, "moe_gemm.cu": 96}.get(instance.source, 0)
 
 
 def check(wanted: list[Instance], architecture: str) -> None:

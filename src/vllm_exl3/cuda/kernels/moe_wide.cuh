@@ -13,7 +13,7 @@
 #include "wgmma.cuh"
 
 constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;
-constexpr u32 MOE_BARRIER_BYTES = 512;  // barriers and the cursor; then the pairs' staging areas, then the ring
+constexpr u32 MOE_BARRIER_BYTES = 512;  // barriers; then the pairs' staging areas, then the ring
 
 constexpr float MUL1_FACTOR = 1774.0f / 262144.0f;            // k_inv, fp16 0x1EEE
 constexpr float MUL1_RATIO = -10.3828125f / MUL1_FACTOR;      // k_bias / k_inv, k_bias fp16 0xC931
@@ -51,7 +51,7 @@ struct MoeRing {
     }
 };
 
-// What the first warp fetches next; in shared memory, after the barriers.
+// What the first warp fetches next.
 struct WideCursor {
     const u8 *weights, *activations;
     u32 item, left;                   // units of the item that are not fetched yet
@@ -76,9 +76,6 @@ struct WideCursor {
     }
 };
 
-constexpr u32 CURSOR_AT = 256;  // in the MOE_BARRIER_BYTES
-static_assert(CURSOR_AT + sizeof(WideCursor) <= MOE_BARRIER_BYTES, "fits");
-
 // One warp's state; `warp` counts in the block, eight are a pair.
 template <int PAIRS_>
 struct MoePair {
@@ -87,6 +84,7 @@ struct MoePair {
     const MoeStage& stage;
     const WorkList& list;
     MoeRing ring;
+    WideCursor cursor;
     u32 held;        // slots that are read before the first of them is free: decoding runs one ahead
     int warp, lane;
 
@@ -94,27 +92,22 @@ struct MoePair {
     __device__ __forceinline__ void sync() const { sync_threads(1 + pair(), PAIR_THREADS); }
     __device__ __forceinline__ u32 staging() const { return MoeRing::memory() + MOE_BARRIER_BYTES + pair() * STAGED_BYTES; }
 
-    static __device__ __forceinline__ WideCursor& cursor() {
-        extern __shared__ __align__(128) u8 shared[];
-        return *reinterpret_cast<WideCursor*>(shared + CURSOR_AT);
-    }
-
     // Starts the copies of the unit at the cursor and moves on. The first warp calls it.
     __device__ __forceinline__ void fetch() {
-        WideCursor& at = cursor();
-        if (at.item < list.items && one_lane()) {
-            const u32 barrier = MoeRing::memory() + 8 * at.filled, target = MoeRing::base(PAIRS) + at.filled * args.ring_stride;
-            mbarrier_expect(barrier, 4 * at.row_bytes + at.activation_bytes);
+        if (cursor.item < list.items) {
+            if (one_lane()) {
+                const u32 barrier = MoeRing::memory() + 8 * cursor.filled, target = MoeRing::base(PAIRS) + cursor.filled * args.ring_stride;
+                mbarrier_expect(barrier, 4 * cursor.row_bytes + cursor.activation_bytes);
 #pragma unroll
-            for (int row = 0; row < 4; ++row)
-                copy_to_shared(target + row * args.weight_pitch, at.weights + static_cast<u64>(row) * at.pitch, at.row_bytes, barrier);
-            copy_to_shared(target + 4 * args.weight_pitch, at.activations, at.activation_bytes, barrier);
-            at.weights += 4 * static_cast<u64>(at.pitch), at.activations += at.unit_bytes;
-            if (--at.left == 0) at.item += gridDim.x, at.seek(args, stage, list, PAIRS);
+                for (int row = 0; row < 4; ++row)
+                    copy_to_shared(target + row * args.weight_pitch, cursor.weights + static_cast<u64>(row) * cursor.pitch, cursor.row_bytes, barrier);
+                copy_to_shared(target + 4 * args.weight_pitch, cursor.activations, cursor.activation_bytes, barrier);
+            }
+            __syncwarp();
+            cursor.weights += 4 * static_cast<u64>(cursor.pitch), cursor.activations += cursor.unit_bytes;
+            if (--cursor.left == 0) cursor.item += gridDim.x, cursor.seek(args, stage, list, PAIRS);
         }
-        __syncwarp();
-        if (lane == 0 && ++at.filled == args.ring_stages) at.filled = 0, at.phase ^= 1;
-        __syncwarp();
+        if (++cursor.filled == args.ring_stages) cursor.filled = 0, cursor.phase ^= 1;
     }
 
     // Fills the oldest slot again, once every warp has left it, and waits for the slot that is read next.
@@ -122,8 +115,7 @@ struct MoePair {
         if (held) {
             --held;
         } else if (warp == 0) {
-            const WideCursor& at = cursor();
-            if (at.item < list.items) mbarrier_wait(MoeRing::memory() + 8 * (args.ring_stages + at.filled), at.phase);
+            if (cursor.item < list.items) mbarrier_wait(MoeRing::memory() + 8 * (args.ring_stages + cursor.filled), cursor.phase);
             fetch();
         }
         mbarrier_wait(ring.full(), ring.phase);
@@ -389,13 +381,11 @@ __device__ __forceinline__ void moe_wide(const MoeArgs& args) {
     MoePair<PAIRS> pair{args, stage, list};
     pair.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), pair.lane = threadIdx.x & 31, pair.held = 2;
     pair.ring.at = MoeRing::base(PAIRS);
+    pair.cursor.item = blockIdx.x, pair.cursor.filled = 0, pair.cursor.phase = 0;
     if (pair.warp == 0) {
-        WideCursor& cursor = pair.cursor();
-        if (pair.lane == 0) cursor.item = blockIdx.x, cursor.filled = 0, cursor.phase = 0, cursor.seek(args, stage, list, PAIRS);
-        __syncwarp();
+        pair.cursor.seek(args, stage, list, PAIRS);
         for (u32 i = 0; i < args.ring_stages; ++i) pair.fetch();
-        if (pair.lane == 0) cursor.phase = 0;  // the first refill waits for the first use
-        __syncwarp();
+        pair.cursor.phase = 0;  // the first refill waits for the first use
     }
     for (u32 item = blockIdx.x; item < list.items; item += gridDim.x) run_item<List>(pair, item);
 }
