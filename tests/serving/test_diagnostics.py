@@ -39,7 +39,9 @@ def test_a_worker_says_the_same_as_its_process() -> None:
     assert here["environment"]["VLLM_EXL3_REQUIRE_UVA_EXPERTS"] is False
     text = generate_latest(REGISTRY).decode()
     calls = {
-        line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if "exl3_kernel_calls_t" in line
+        line.split(" ")[0]: float(line.split(" ")[1])
+        for line in text.splitlines()
+        if line.startswith("vllm:exl3_kernel_calls_t")
     }
     key = f'vllm:exl3_kernel_calls_total{{backend="{here["moe_backend"]}",layer_class="RoutedExperts",op="moe"}}'
     assert calls[key] > 0
