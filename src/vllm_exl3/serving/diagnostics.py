@@ -49,8 +49,12 @@ def runtime_diagnostics() -> dict[str, Any]:
                 for where, layer in model.built_experts()
             },
         },
-        "environment": {variable.name: variable.get() for variable in env.VARIABLES},
+        "environment": {variable.name: _plain(variable.get()) for variable in env.VARIABLES},
     }
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def worker_diagnostics(worker: object) -> dict[str, Any]:
