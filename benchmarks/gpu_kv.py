@@ -117,7 +117,7 @@ def logits(pack: Path) -> Iterator[dict[str, Any]]:
 
         AttentionBackendEnum.TRITON_ATTN.clear_override()
         register_attention()
-        llm = _engine(pack, kind, max_num_batched_tokens=512, max_model_len=limit, enforce_eager=True)
+        llm = _engine(pack, kind, max_num_batched_tokens=limit, max_model_len=limit, enforce_eager=True)
         found, tokens = logits_of(llm, ids).double().cpu(), generate(llm, [ids[:100], ids[:300]], 24)
         _unload(llm)
         del llm

@@ -24,6 +24,7 @@ from vllm_exl3.attention.layout import content_bytes
 from vllm_exl3.serving import kv, kv_contract, kv_register
 
 MODE = "int4_per_token_head"
+OPS = "vllm.v1.attention.ops.int4_per_token_head"
 KEEP_OVERRIDES = ("TRITON_ATTN", "CPU_ATTN")
 
 
@@ -73,6 +74,20 @@ def test_another_plugins_backend_stays(caplog: pytest.LogCaptureFixture) -> None
     assert "other.plugin.Backend" in caplog.text
 
 
+@pytest.mark.usefixtures("overrides")
+def test_registering_again_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.exl3"):
+        kv_register.register_attention()
+        kv_register.register_attention()
+    assert not caplog.records
+
+
+def test_the_contract_runs_none_of_vllms_gpu_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a GPU's build of vLLM the transform of a CPU tensor raises.
+    monkeypatch.delattr(f"{OPS}.fast_hadamard_transform")
+    assert kv_contract.mismatches() == []
+
+
 def test_this_vllm_is_as_expected() -> None:
     assert kv_contract.mismatches() == []
     assert kv.Backend is kv.Int4AttentionBackend
@@ -96,7 +111,14 @@ def _other_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _other_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.v1.attention.ops.int4_per_token_head.single_rht", lambda x: -x)
+    monkeypatch.setattr(f"{OPS}._get_rht_signs", lambda size, index, device: -torch.ones(size))
+
+
+def _rotation_that_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> torch.Tensor:
+        raise NotImplementedError("Could not run 'x' with arguments from the 'CPU' backend.\nMany lines more.")
+
+    monkeypatch.setattr(f"{OPS}._get_rht_signs", refuse)
 
 
 def _no_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +131,8 @@ def _no_update(monkeypatch: pytest.MonkeyPatch) -> None:
         (_without_field, "lacks .*block_table"),
         (_other_forward, "TritonAttentionImpl.forward takes"),
         (_other_layout, "144 bytes"),
-        (_other_rotation, "Hadamard transform differs"),
+        (_other_rotation, "signs of its Hadamard transform differ"),
+        (_rotation_that_needs_a_gpu, r"NotImplementedError: Could not run 'x' .*backend\.\)"),
         (_no_update, "do_kv_cache_update"),
     ],
 )

@@ -27,7 +27,7 @@ def register_attention() -> None:
         backend = getattr(AttentionBackendEnum, name, None)
         if backend is None:
             logger.warning("vllm-exl3: this vLLM has no attention backend %s; int4 KV caches are served by vLLM", name)
-        elif backend.is_overridden():
+        elif backend.is_overridden() and backend.get_path() != path:
             logger.warning(
                 "vllm-exl3: another plugin has replaced %s with %s; int4 KV caches stay with it",
                 name,
