@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_prefill.py --check                    against float64
     python benchmarks/gpu_prefill.py --time --out FILE          whole linears as dispatched, and cuBLAS bf16
-    python benchmarks/gpu_prefill.py --tiles --out FILE         every tile of the prefill kernel
+    python benchmarks/gpu_prefill.py --tiles --out FILE         every tile of the prefill kernel, and the wide kernel
     python benchmarks/gpu_prefill.py --reconstruct --out FILE   dense weights decoded before cuBLAS
     python benchmarks/gpu_prefill.py --cliffs --out FILE        neighbouring numbers of tokens
 
+The latter three are measured for the first K and codebook only. Nothing is timed where a check fails.
 A timing is one whole linear (transform, GEMM, Hadamards, svh, cast) inside a replayed CUDA graph that goes round over
 more weight copies than the L2 holds; the median of several replays. Inputs are random, never zeros.
 """
@@ -16,7 +17,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,14 +25,20 @@ from gpu_linear_checks import Checks
 from gpu_prefill_checks import check_all
 
 from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct, runtime
-from vllm_exl3.cuda.prefill_plan import TILES, PrefillArgs, plan_prefill
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import Form, GpuLimits
+from vllm_exl3.cuda.prefill_plan import ROWS, TILES, TRANSFORM, PrefillArgs, plan_prefill
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
+from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import write_results
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
 LOOP_TFLOPS = 927.0
 """What a loop of products with mul1 decoding reached without loads on an H200 (docs/kernels-gpu.md)."""
+
+_SAVED_EVERY = 6.0
+"""Seconds after which rows are written: a run may be cut."""
 
 Row = dict[str, object]
 
@@ -60,20 +67,51 @@ class Bench:
         self.rows: list[Row] = []
         self._buffer = random_trellis(600_000_000)
         self._dense: dict[tuple[int, int, int], float] = {}
-        self._started = time.perf_counter()
+        self._started = self._saved = time.perf_counter()
+        first, others = arguments.bits[:1], arguments.bits[1:]
+        self.kinds = [
+            (bits, codebook) for group in (first, others) for codebook in arguments.codebooks for bits in group
+        ]
+        device = runtime.device(torch.cuda.current_device())
+        shards = [
+            Shard(round(2 * bits), codebook, *shape, 0, shape[1])
+            for bits, codebook in self.kinds
+            for shape in arguments.shapes
+        ]
+        wanted = [i for shard in shards for rows in arguments.rows for i in used(shard, rows, device.limits)[1]]
+        for shard in shards[: len(arguments.shapes)]:
+            if arguments.tiles:
+                wanted += prefill.instances((shard,), device.limits)
+            if arguments.cliffs or arguments.tiles:
+                wanted += [i for rows in range(1, 129) for i in used(shard, rows, device.limits)[1]]
+        device.prepare(wanted)
+        print(f"compiled after {time.perf_counter() - self._started:.1f} s", flush=True)
 
-    def cells(self) -> Iterator[tuple[Rotation, int, int, int]]:
-        """(weights, codebook, half_bits, tokens) of every cell asked for, until the time is over."""
-        for shape in self.arguments.shapes:
-            for codebook in self.arguments.codebooks:
-                for bits in self.arguments.bits:
-                    rotation = Rotation(shape, round(2 * bits), codebook, self._buffer)
-                    linear.prepare([(tuple(rotation.layout), shape[0])], torch.device("cuda"))
-                    for rows in self.arguments.rows:
-                        if time.perf_counter() - self._started > self.arguments.seconds:
-                            print("out of time", flush=True)
-                            return
-                        yield rotation, codebook, round(2 * bits), rows
+    def cells(
+        self, kinds: Iterable[tuple[float, int]], rows: Iterable[int], shapes: Iterable[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[Rotation, int]]:
+        """(weights, tokens) of every cell of these (K, codebook), until the time is over."""
+        for bits, codebook in kinds:
+            for shape in shapes or self.arguments.shapes:
+                rotation = Rotation(shape, round(2 * bits), codebook, self._buffer)
+                for count in rows:
+                    if time.perf_counter() - self._started > self.arguments.seconds:
+                        print("out of time", flush=True)
+                        return
+                    yield rotation, count
+                if time.perf_counter() - self._saved > _SAVED_EVERY:
+                    self.save()
+
+    def save(self) -> None:
+        """Write what was measured so far."""
+        arguments = self.arguments
+        if arguments.out is None or not self.rows:
+            return
+        device = torch.cuda.get_device_properties(0)
+        facts = {"multiprocessors": device.multi_processor_count, "cuda": torch.version.cuda}
+        command = "python " + " ".join(sys.argv)
+        write_results(arguments.out, self.rows, machine="h200", command=command, facts=facts)
+        self._saved = time.perf_counter()
 
     def dense(self, shape: tuple[int, int], rows: int) -> float:
         """Microseconds of cuBLAS bf16."""
@@ -115,29 +153,37 @@ def _input(rotation: Rotation, rows: int) -> torch.Tensor:
     return torch.randn(rows, rotation.shard.in_features, device="cuda", dtype=torch.float16)
 
 
-def time_dispatched(bench: Bench) -> None:
+def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance]]:
+    """What serves a number of tokens: its name, and its kernels."""
+    layer, width = (shard,), shard.in_features
+    if not prefill.serves(layer, rows, limits):
+        form = dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture)
+        return form.name, linear.plan(layer, min(rows, form.tile_rows), width, form, limits).instances
+    window, names, instances = prefill.window_rows(layer), [], [ROWS, TRANSFORM]
+    for first in range(0, rows, window):
+        plan = plan_prefill(layer, min(rows - first, window), width, limits)
+        names.append(f"prefill{PrefillArgs.from_buffer_copy(plan.arguments).tile_rows}")
+        instances.append(plan.instance)
+    return names[0], instances
+
+
+def time_dispatched(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
     """Whole linears as they are served."""
     limits = runtime.device(torch.cuda.current_device()).limits
-    for rotation, codebook, _, rows in bench.cells():
+    for rotation, rows in cells:
         x = _input(rotation, rows)
-        if prefill.serves((rotation.shard,), rows, limits):
-            plan = plan_prefill(
-                (rotation.shard,), min(rows, prefill.window_rows((rotation.shard,))), x.shape[1], limits
-            )
-            mode = f"prefill{PrefillArgs.from_buffer_copy(plan.arguments).tile_rows}"
-        else:
-            mode = dispatch.choose_form(frozenset({codebook}), rows, limits.architecture).name
+        mode, _ = used(rotation.shard, rows, limits)
         bench.add("native", rotation, rows, mode, lambda i: rotation_linear(rotation, x, i))  # noqa: B023
 
 
-def rotation_linear(rotation: Rotation, x: torch.Tensor, index: int) -> torch.Tensor:
+def rotation_linear(rotation: Rotation, x: torch.Tensor, index: int, form: Form | None = None) -> torch.Tensor:
     """One linear with the weights' copy ``index``."""
-    return linear.linear(x, rotation.trellis[index], rotation.suh, rotation.svh, None, rotation.layout)
+    return linear.linear(x, rotation.trellis[index], rotation.suh, rotation.svh, None, rotation.layout, form=form)
 
 
-def time_tiles(bench: Bench) -> None:
-    """Every tile that may suit."""
-    for rotation, _, _, rows in bench.cells():
+def time_tiles(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
+    """Every tile of the prefill kernel that may suit, and the kernel for fewer tokens: what the hand-over rests on."""
+    for rotation, rows in cells:
         x, shard = _input(rotation, rows), rotation.shard
         out = x.new_empty((rows, shard.out_features))
         for tokens in TILES:
@@ -145,16 +191,17 @@ def time_tiles(bench: Bench) -> None:
                 continue
 
             def call(i: int) -> None:
-                prefill.prefill(
-                    x, rotation.trellis[i], rotation.suh, rotation.svh, None, (shard,), out, tokens=tokens  # noqa: B023
-                )  # fmt: skip
+                weights = rotation.trellis[i], rotation.suh, rotation.svh  # noqa: B023
+                prefill.prefill(x, *weights, None, (shard,), out, tokens=tokens)  # noqa: B023
 
-            bench.add("native", rotation, rows, f"prefill{tokens}", call)
+            bench.add("prefill", rotation, rows, f"prefill{tokens}", call)
+        form = dispatch.choose_form(frozenset({shard.codebook}), min(rows, 128), "sm_90a")
+        bench.add("wide", rotation, rows, form.name, lambda i: rotation_linear(rotation, x, i, form))  # noqa: B023
 
 
-def time_reconstruct(bench: Bench) -> None:
+def time_reconstruct(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
     """Dense weights decoded to bounded scratch, then cuBLAS, in float16."""
-    for rotation, _, _, rows in bench.cells():
+    for rotation, rows in cells:
         x = _input(rotation, rows)
 
         def call(i: int) -> torch.Tensor:
@@ -196,35 +243,29 @@ def main() -> int:
     parser.add_argument("--bits", type=float, nargs="*", default=[2, 3, 4, 6])
     parser.add_argument("--rows", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--codebooks", type=int, nargs="*", default=[2, 1, 0])
-    parser.add_argument("--keep", action="store_true", help="add to the file's rows instead of replacing them")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "little")
     good = check(seed) if arguments.check else True
-    if not (arguments.time or arguments.tiles or arguments.reconstruct or arguments.cliffs):
+    if not good or not (arguments.time or arguments.tiles or arguments.reconstruct or arguments.cliffs):
         return 0 if good else 1
     bench = Bench(arguments)
+    first, rest = bench.kinds[:1], bench.kinds[1:]
+    if arguments.time:
+        time_dispatched(bench, bench.cells(first, arguments.rows))
+    if arguments.tiles:
+        time_tiles(bench, bench.cells(first, [rows for rows in arguments.rows if rows <= 1024]))
+    if arguments.reconstruct:
+        time_reconstruct(bench, bench.cells(first, [rows for rows in arguments.rows if 256 <= rows <= 4096]))
     if arguments.cliffs:
-        arguments.rows = sorted(
-            {m + d for m in (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048) for d in (-1, 0, 1)} - {0}
-        )
-    for wanted, subject in (
-        (arguments.time or arguments.cliffs, time_dispatched),
-        (arguments.tiles, time_tiles),
-        (arguments.reconstruct, time_reconstruct),
-    ):
-        if wanted:
-            subject(bench)
-    if arguments.cliffs:
-        for cliff in cliffs(bench.rows):
-            print("cliff", cliff)
-    if arguments.out and bench.rows:
-        facts = {
-            "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-            "cuda": torch.version.cuda,
-        }
-        write_results(arguments.out, bench.rows, machine="h200", command=" ".join(sys.argv), facts=facts,
-                      replaces=lambda row: not arguments.keep)  # fmt: skip
+        around = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048)
+        counts = sorted({rows + step for rows in around for step in (-1, 0, 1)} - {0, *arguments.rows})
+        time_dispatched(bench, bench.cells(first, counts, arguments.shapes[1:2]))
+    if arguments.time:
+        time_dispatched(bench, bench.cells(rest, arguments.rows))
+    for cliff in cliffs(bench.rows):
+        print("cliff", cliff)
+    bench.save()
     return 0 if good else 1
 
 

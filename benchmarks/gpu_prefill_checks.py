@@ -3,6 +3,7 @@
 Used by ``gpu_prefill.py --check`` and by the tests in ``tests/gpu``.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ import torch
 from gpu_linear_checks import HALF_BITS, Checks, exact
 
 from vllm_exl3.cuda import linear, prefill, reconstruct, runtime
-from vllm_exl3.cuda.prefill_plan import TILES, TRANSFORM, plan_prefill
+from vllm_exl3.cuda.prefill_plan import MMA_TILES, ROWS, TILES, TRANSFORM, plan_prefill
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
@@ -43,7 +44,7 @@ def run(
 def prepare(layers: Iterable[tuple[Shard, ...]], tiles: Iterable[int] = TILES) -> None:
     """Compile, in parallel, what these layers need."""
     device = runtime.device(torch.cuda.current_device())
-    wanted = [TRANSFORM]
+    wanted = [ROWS, TRANSFORM]
     for shards in layers:
         plans = [plan_prefill(shards, tokens, shards[0].in_features, device.limits, tokens) for tokens in tiles]
         wanted += [plan.instance for plan in plans]
@@ -144,7 +145,33 @@ def check_large(checks: Checks, seed: int) -> None:
             checks.same("graph", captured, eager)
 
 
-CHECKS = (check_every_kind, check_layers, check_magnitudes, check_large)
+def check_without_wgmma(checks: Checks, seed: int) -> None:
+    """The kernel of GPUs without wgmma, which runs on others as well: kinds, tiles, cuts of k, a mixed layer."""
+    device = runtime.device(torch.cuda.current_device())
+    others = dataclasses.replace(device.limits, architecture="sm_90")  # without its special instructions
+    layers = [
+        (Shard(half_bits, codebook, 1024, 896, 0, 896),) for half_bits, codebook in ((8, 2), (5, 2), (6, 1), (16, 0))
+    ]
+    device.prepare(
+        instance
+        for layer in (*layers, MIXED)
+        for tokens in MMA_TILES
+        for instance in (ROWS, TRANSFORM, plan_prefill(layer, 1, layer[0].in_features, others, tokens).instance)
+    )
+    for layer in (*layers, MIXED):
+        parts = [random_weights(shard, seed + index) for index, shard in enumerate(layer)]
+        tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
+        x = torch.randn(200, layer[0].in_features, device="cuda")
+        expected = torch.cat([exact(x, shard, *part) for shard, part in zip(layer, parts, strict=True)], dim=1)
+        for tokens in MMA_TILES:
+            for rows in (1, 100, 200):
+                for ranges in (0, None, 11):
+                    out = torch.full((rows, expected.shape[1]), math.nan, device="cuda")
+                    prefill.prefill(x[:rows], *tensors, None, layer, out, tokens=tokens, ranges=ranges, limits=others)
+                    checks.compare(f"mma {layer} {tokens} M={rows} {ranges}", "mma.sync", out, expected[:rows])
+
+
+CHECKS = (check_every_kind, check_layers, check_magnitudes, check_large, check_without_wgmma)
 
 
 def check_all(checks: Checks, seed: int) -> None:

@@ -5,8 +5,10 @@ import pytest
 from vllm_exl3.cuda.compiler import ARCHITECTURES
 from vllm_exl3.cuda.dispatch import batch_invariant, choose_form, crossover, modelled
 from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.prefill import serves
 from vllm_exl3.cuda.runtime import architecture_of
 from vllm_exl3.cuda.survey import typical_limits
+from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
 MUL1, MCG, MIXED = frozenset({Codebook.MUL1}), frozenset({Codebook.MCG}), frozenset({Codebook.MUL1, Codebook.MCG})
@@ -40,6 +42,21 @@ def test_mul1_by_the_integer_identity_at_few_tokens() -> None:
     assert choose_form(MUL1, 16, "sm_90a") == Form(False, 16)
     assert choose_form(MUL1, 33, "sm_90a") == Form(False, 64)
     assert choose_form(MUL1, 33, "sm_80") == Form(False, 16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefill_takes_over_once(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = typical_limits(architecture)
+    layers = [
+        (Shard(8, Codebook.MUL1, width, height, 0, height),)
+        for width, height in ((4096, 4096), (8192, 28672), (128, 128))
+    ]
+    for layer in layers:
+        served = [serves(layer, rows, limits) for rows in range(1, 300)]
+        assert served == sorted(served) and not served[0] and served[-1]
+    assert not serves((*layers[0], *layers[1]), 1000, limits)  # two widths
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not any(serves(layer, 1000, limits) for layer in layers)
 
 
 @pytest.mark.parametrize(("value", "asked"), [("1", True), ("0", False), ("", False), ("true", True)])

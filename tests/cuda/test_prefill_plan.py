@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import re
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -86,7 +87,35 @@ def test_every_unit_is_computed_once(
         plan.scratch
         >= plan.scratch_parts["partials"] + 2 * arguments.ranges * used.strip * arguments.partial_stride * 16
     )
-    assert arguments.counter_count == used.strip * (tiles - arguments.whole_tiles)
+    assert arguments.counter_count == 2 * arguments.ranges * used.strip
+
+
+@given(st.integers(2, 40), st.randoms(use_true_random=False))
+def test_the_tree_adds_every_part_once_in_one_order(count: int, random: Random) -> None:
+    """What add_clusters of prefill_epilogue.cuh does, block after block in any order of arrival."""
+    totals = []
+    for _ in range(3):
+        slots: dict[int, object] = {}
+        arrived: set[int] = set()
+        order = list(range(count))
+        random.shuffle(order)
+        for index in order:
+            total: object = index
+            for level in range((count - 1).bit_length()):
+                group = index >> level
+                right = (group | 1) << level
+                if right >= count:
+                    continue
+                if right not in arrived:
+                    arrived.add(right)
+                    slots[group << level] = total
+                    break
+                other = slots.pop((group ^ 1) << level)
+                total = (other, total) if group & 1 else (total, other)
+            else:
+                totals.append(total)
+        assert not slots and len(arrived) == count - 1
+    assert len(totals) == 3 and totals[0] == totals[1] == totals[2]
 
 
 def test_shards_have_one_width() -> None:

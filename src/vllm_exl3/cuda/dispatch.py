@@ -63,15 +63,20 @@ def crossover(architecture: str) -> Crossover:
 
 
 _MODELLED_PREFILL = 49
-"""Tokens from which on the prefill kernel is modelled to win: four tiles of the narrow kernel
-cost more than one of it."""
+"""Tokens from which on the prefill kernel is modelled to win: four tiles of the narrow one cost more than it does."""
 
 
 @functools.cache
-def prefill_from(architecture: str) -> int:
-    """The smallest number of tokens that the prefill kernel serves."""
+def prefill_from(architecture: str, *, large: bool) -> int:
+    """The smallest number of tokens that the prefill kernel serves.
+
+    Args:
+        architecture: NVRTC's name of the GPU.
+        large: whether the layer gives every multiprocessor work for long, so that what the end of a tile costs counts
+            little.
+    """
     entry = _table().get(architecture)
-    return int(str(entry["prefill"])) if entry else _MODELLED_PREFILL
+    return int(str(entry["prefill_large" if large else "prefill"])) if entry else _MODELLED_PREFILL
 
 
 def batch_invariant() -> bool:

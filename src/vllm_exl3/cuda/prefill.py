@@ -1,38 +1,50 @@
-"""The linear op for many tokens: one kernel rotates the input, one decodes and multiplies."""
+"""The linear op for many tokens: two kernels rotate the input, one decodes and multiplies."""
+
+import functools
 
 import torch
 
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import GpuLimits
-from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, TRANSFORM, PrefillArgs, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits
+from vllm_exl3.cuda.prefill_plan import MMA_TILES, ROWS, TILES, TRANSFORM, PrefillArgs, PrefillPlan, plan_prefill
 from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["instances", "prefill", "serves", "window_rows"]
 
 _ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_TRANSFORM_THREADS = 512
+_ROW_THREADS = _TRANSFORM_THREADS = 256
+_LARGE_UNITS = 80
+"""Units of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
+
 _WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
 """Transformed activations of one launch stay near the first; more rows are served in windows of a multiple of the
 second."""
 
 
+@functools.lru_cache(maxsize=4096)
+def _first_rows(shards: tuple[Shard, ...], limits: GpuLimits) -> int | None:
+    """From how many tokens on the prefill kernel serves a layer; None: never."""
+    if len({shard.in_features for shard in shards}) != 1:
+        return None
+    units = sum(-(-shard.out_features // (2 * BLOCK)) * (shard.in_features // UNIT_IN) for shard in shards)
+    return dispatch.prefill_from(limits.architecture, large=units >= _LARGE_UNITS * limits.multiprocessors)
+
+
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
     """Whether the prefill kernel is the one for ``rows`` tokens of a fused linear."""
-    return (
-        rows >= dispatch.prefill_from(limits.architecture)
-        and not dispatch.batch_invariant()
-        and len({shard.in_features for shard in shards}) == 1
-    )
+    first = _first_rows(shards, limits)
+    return first is not None and rows >= first and not dispatch.batch_invariant()
 
 
 def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     """The kernels that `prefill` uses for a fused linear, for any number of tokens."""
-    if dispatch.batch_invariant() or len({shard.in_features for shard in shards}) != 1:
+    if dispatch.batch_invariant() or _first_rows(shards, limits) is None:
         return []
     tiles = TILES if limits.warpgroups else MMA_TILES
     plans = [plan_prefill(shards, tokens, shards[0].in_features, limits, tokens) for tokens in tiles]
-    return [TRANSFORM, *(plan.instance for plan in plans)]
+    return [ROWS, TRANSFORM, *(plan.instance for plan in plans)]
 
 
 def window_rows(shards: tuple[Shard, ...]) -> int:
@@ -101,13 +113,9 @@ def _launch(
     arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _ELEMENTS[out.dtype]
     if bias is not None:
         arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
-    dependent, clusters = (
-        device.limits.dependent_launch,
-        plan.transform_grid[0] if device.limits.dependent_launch else 1,
-    )
-    device.kernel(TRANSFORM).launch(
-        plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent, clusters
-    )
+    dependent = device.limits.dependent_launch
+    device.kernel(ROWS).launch((x.shape[0], 1), _ROW_THREADS, 0, stream, [arguments], dependent)
+    device.kernel(TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
     gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)

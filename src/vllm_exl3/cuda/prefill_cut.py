@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 __all__ = ["Cut", "cut"]
 
-_UNIT_CYCLES = {64: 1000.0, 128: 1100.0, 192: 850.0, 256: 1080.0}
-_END_CYCLES, _EXCHANGE_CYCLES, _PART_CYCLES = 3500.0, 3000.0, 3000.0
-"""Cycles of a unit, of a tile's end, and what cutting a tile adds once and for each part: measured on an H200."""
+_UNIT_CYCLES = {64: 1250.0, 128: 1480.0, 192: 830.0, 256: 1040.0}
+_END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 7500.0}
+_CUT_CYCLES, _LEVEL_CYCLES = 2500.0, {64: 3000.0, 128: 5000.0, 192: 4000.0, 256: 5000.0}
+"""Cycles of a unit, of a tile's end, and what cutting a tile adds once and for each level of the tree that adds its
+parts: measured on an H200 (docs/kernels-prefill.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +36,20 @@ def cut(tiles: int, depth: int, tokens: int, clusters: int) -> Cut:
     Whole tiles as long as they fill all clusters; what remains is left whole, or cut into equal parts of k, or into
     one range of units a cluster, which leaves no cluster idle but ends two tiles in most.
     """
-    unit, end = _UNIT_CYCLES[tokens], _END_CYCLES * tokens / 256
-    exchange, part = _EXCHANGE_CYCLES * tokens / 256, _PART_CYCLES * tokens / 256
+    unit, end = _UNIT_CYCLES[tokens], _END_CYCLES[tokens]
     waves, rest = divmod(tiles, clusters)
     full = waves * (depth * unit + end)
     if rest == 0:
         return Cut(clusters, tiles, 0, full)
+
+    def exchange(parts: int) -> float:
+        return _CUT_CYCLES + (parts - 1).bit_length() * _LEVEL_CYCLES[tokens]
+
     choices = [(full + depth * unit + end, tiles, 0)]
     for parts in range(2, min(clusters // rest, depth) + 1):
-        choices.append((full + -(-depth // parts) * unit + end + exchange + parts * part, tiles - rest, rest * parts))
+        choices.append((full + -(-depth // parts) * unit + end + exchange(parts), tiles - rest, rest * parts))
     if clusters < rest * depth:
-        shared = -(-clusters // rest) + 1
-        cost = -(-rest * depth // clusters) * unit + 2 * (end + exchange) + shared * part
+        cost = -(-rest * depth // clusters) * unit + 2 * end + 2 * exchange(-(-clusters // rest) + 1)
         choices.append((full + cost, tiles - rest, clusters))
     cost, whole, ranges = min(choices)
     return Cut(min(clusters, max(whole, ranges)), whole, ranges, cost)

@@ -18,6 +18,7 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
     "MMA_TILES",
+    "ROWS",
     "TILES",
     "TRANSFORM",
     "Cut",
@@ -36,13 +37,16 @@ TILES = (64, 128, 192, 256)
 MMA_TILES = (64, 128)
 """The same without wgmma."""
 
+ROWS = Instance("prefill_transform.cu", "exl3_prefill_rows")
+"""The kernel that finds the scales of rows."""
+
 TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs, for every tile."""
 
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
 _STAGING = 2 * 32 * (BLOCK + 4) * 4 + 256 * 4 + BLOCK * 2  # of prefill_tile.cuh
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
-_TRANSFORM_ROWS, _TRANSFORM_HELD = 8, 16  # rows of a block, and 128-blocks that it keeps in registers
+_TRANSFORM_ROWS, _TRANSFORM_BLOCKS = 8, 8  # rows of a block of the transform, and 128-blocks of k
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
 
@@ -88,7 +92,7 @@ class PrefillPlan:
         threads: threads a block of the GEMM.
         shared: its dynamic shared memory in bytes.
         cluster: blocks of a thread block cluster.
-        transform_grid: blocks of the transform; those of one row group form a cluster where the GPU has clusters.
+        transform_grid: blocks of the transform.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
     """
@@ -140,7 +144,7 @@ class _Kernel:
 def kernel(tokens: int, limits: GpuLimits) -> _Kernel:
     """The kernel for tiles of ``tokens`` on a GPU: with wgmma, or with mma.sync."""
     if not limits.warpgroups:
-        return _Kernel("prefill_mma", 1, 1, 0, 4, 2 if limits.shared_memory > _TWO_BLOCKS else 1)
+        return _Kernel("prefill_mma", 1, 1, 0, 4, 2 if tokens <= 64 and limits.shared_memory > _TWO_BLOCKS else 1)
     return _Kernel("prefill", 2, 2 if tokens <= 128 else 1, 128, 12, 1)
 
 
@@ -187,15 +191,6 @@ def _place(
         svh += shard.out_features
     arguments.strips = strips
     return tuple(offsets)
-
-
-def _transform_grid(rows: int, in_features: int, limits: GpuLimits) -> tuple[int, int]:
-    """Parts of k, so many that a part stays in registers, and more where rows alone do not fill the GPU; row groups."""
-    groups, blocks = -(-rows // _TRANSFORM_ROWS), in_features // BLOCK
-    parts = min(8, -(-blocks // _TRANSFORM_HELD))
-    while 2 * parts <= 8 and groups * parts < limits.multiprocessors and 8 * parts <= blocks:
-        parts *= 2
-    return parts, groups
 
 
 @functools.lru_cache(maxsize=4096)
@@ -245,11 +240,11 @@ def plan_prefill(
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + tokens * 128))
     partial_stride = tokens // 8 * _PAIR_THREADS
-    counters = chosen_kernel.strip * (tiles - chosen.whole_tiles)
+    counters = 2 * chosen.ranges * chosen_kernel.strip
     group = max(1, _ACTIVATIONS_IN_L2 // (tokens * 2 * shards[0].in_features))
     sizes = {
         "activations": len(shards) * row_tiles * depth * tokens * 128,
-        "scales": 4 * len(shards) * rows,
+        "scales": 2 * 4 * len(shards) * rows,
         "counters": 4 * counters,
         "partials": 2 * chosen.ranges * chosen_kernel.strip * partial_stride * 16,
     }
@@ -273,7 +268,10 @@ def plan_prefill(
         threads=chosen_kernel.producers + pairs * _PAIR_THREADS,
         shared=fixed + stages * (weight_bytes + tokens * 128),
         cluster=chosen_kernel.cluster,
-        transform_grid=_transform_grid(rows, shards[0].in_features, limits),
+        transform_grid=(
+            len(shards) * -(-shards[0].in_features // (BLOCK * _TRANSFORM_BLOCKS)),
+            -(-rows // _TRANSFORM_ROWS),
+        ),
         scratch=scratch,
         scratch_parts=scratch_parts,
     )

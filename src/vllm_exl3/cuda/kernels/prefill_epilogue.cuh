@@ -23,35 +23,47 @@ __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment&
         copy_async(shared_address(&block.staging.svh[8 * block.thread]), shard.svh + strip * STRIP + 8 * block.thread);
 }
 
-// Adds what all clusters of a tile have, in the order of k, in the one that arrives last; elsewhere returns false.
+// Adds what all clusters of a tile have, as a binary tree over their order in k. Of two siblings the one that comes first
+// leaves its sums in memory and is done; the other adds them to its own. The sum of two does not depend on which that was, so
+// neither does any bit. False for all but the block that is left with the total.
 template <class S, class Block>
 __device__ __forceinline__ bool add_clusters(float (&sums)[S::TOKENS / 2], Block& block, const PrefillSegment& segment) {
     const PrefillArgs& args = block.args;
     const u32 depth = args.in_features / UNIT_IN, begin = segment.cut_tile * depth;
-    const u32 first = prefill_range_of_unit(args, begin), last = prefill_range_of_unit(args, begin + depth - 1);
-    const auto partials = [&](u32 range) {  // a range shares at most the tiles at its two ends
-        const u32 second = prefill_range_begin(args, range) < begin ? 1 : 0;
-        return args.partials + static_cast<u64>((second * args.ranges + range) * S::STRIPS + block.place) * args.partial_stride + block.thread;
+    const u32 first = prefill_range_of_unit(args, begin), count = prefill_range_of_unit(args, begin + depth - 1) - first + 1;
+    const u32 index = blockIdx.x / S::CLUSTER - first;
+    const auto place = [&](u32 number) {  // a range shares at most the tiles at its two ends
+        const u32 range = first + number, second = prefill_range_begin(args, range) < begin ? 1 : 0;
+        return (second * args.ranges + range) * S::STRIPS + block.place;
     };
-    float4* mine = partials(blockIdx.x / S::CLUSTER);
+    const auto partials = [&](u32 number) { return args.partials + static_cast<u64>(place(number)) * args.partial_stride + block.thread; };
+    for (u32 level = 0; 1u << level < count; ++level) {
+        const u32 group = index >> level, right = (group | 1) << level;
+        if (right >= count) continue;  // no sibling
+        u32* counter = &args.counters[place(right)];  // every number but 0 is the first of one right sibling
+        if (block.thread == 0) asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(*block.last) : "l"(counter) : "memory");
+        block.sync();
+        const bool ready = *block.last != 0;
+        block.sync();
+        if (!ready) {
+            float4* mine = partials(group << level);
 #pragma unroll
-    for (int j = 0; j < S::TOKENS / 8; ++j)
-        __stcg(mine + j * PAIR_THREADS, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-    __threadfence();
-    block.sync();
-    if (block.thread == 0) *block.last = atomicInc(&args.counters[segment.cut_tile * S::STRIPS + block.place], last - first) == last - first;
-    block.sync();
-    if (!*block.last) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < S::TOKENS / 2; ++i) sums[i] = 0;
-    for (u32 range = first; range <= last; ++range) {
-        const float4* other = partials(range);
+            for (int j = 0; j < S::TOKENS / 8; ++j)
+                __stcg(mine + j * PAIR_THREADS, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
+            __threadfence();
+            block.sync();
+            if (block.thread == 0) *block.last = atomicAdd(counter, 1u);
+            block.sync();
+            if (*block.last == 0) return false;
+        }
+        __threadfence();
+        const float4* other = partials((group ^ 1) << level);
 #pragma unroll
         for (int j = 0; j < S::TOKENS / 8; ++j) {
             const float4 v = __ldcg(other + j * PAIR_THREADS);
             sums[4 * j] += v.x, sums[4 * j + 1] += v.y, sums[4 * j + 2] += v.z, sums[4 * j + 3] += v.w;
         }
+        block.sync();
     }
     return true;
 }
@@ -134,7 +146,7 @@ struct RowPart {
         if (args.out_type == F32) {
             float4* to = reinterpret_cast<float4*>(static_cast<float*>(args.out) + first);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) to[8 * j] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+            for (int j = 0; j < 4; ++j) __stcs(to + 8 * j, make_float4(v[j][0], v[j][1], v[j][2], v[j][3]));
             return;
         }
         uint2* to = reinterpret_cast<uint2*>(static_cast<u16*>(args.out) + first);
@@ -146,7 +158,7 @@ struct RowPart {
                 if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[j][2 * i + 1]), "f"(v[j][2 * i]));
                 else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(v[j][2 * i + 1]), "f"(v[j][2 * i]));
             }
-            to[8 * j] = make_uint2(words[0], words[1]);
+            __stcs(to + 8 * j, make_uint2(words[0], words[1]));  // not to displace activations in the L2
         }
     }
 };
@@ -170,32 +182,51 @@ __device__ __forceinline__ void finish_tile(float (&sums)[S::TOKENS / 2], Block&
         sums[j + 2] = a - sums[j + 2], sums[j + 3] = b - sums[j + 3];
     }
     const u32 staged = shared_address(&staging.outputs[0][2 * (lane & 3)][16 * block.warp + (lane >> 2)]);
+    constexpr u32 chunk_bytes = sizeof(staging.outputs[0]);
+    // Two chunks at once hide more latency, where there are registers for them and few warps.
+    constexpr u32 at_once = S::PAIRS == 1 ? 2 : 1;
+    const u32 token = 4 * block.warp + (lane >> 3);
 #pragma unroll 1
-    for (u32 chunk = 0; chunk * CHUNK < rows; ++chunk) {
-        const u32 half = chunk & 1;
+    for (u32 first = 0; first * CHUNK < rows; first += at_once) {
+        const u32 half = at_once == 1 ? first & 1 : 0;
+        if (at_once == 2 && first > 0) block.sync();  // both halves have been read
 #pragma unroll
-        for (int c = 0; c < S::TOKENS / CHUNK; ++c)  // registers have no run-time index
-            if (c == chunk) stage_tokens<0>(sums + c * (CHUNK / 2), staged + half * u32(sizeof(staging.outputs[0])));
-        block.sync();
-        const u32 token = 4 * block.warp + (lane >> 3), row = chunk * CHUNK + token;
-        const float scale = row < rows ? staging.undo[row] * HADAMARD_SCALE : 0.0f;
-        float v[4][4];
+        for (u32 c = 0; c < S::TOKENS / CHUNK; c += at_once) {  // registers have no run-time index
+            if (c != first) continue;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float4 values = *reinterpret_cast<const float4*>(&staging.outputs[half][token][place + 32 * j]);
-            v[j][0] = values.x, v[j][1] = values.y, v[j][2] = values.z, v[j][3] = values.w;
+            for (u32 i = 0; i < at_once; ++i) stage_tokens<0>(sums + (c + i) * (CHUNK / 2), staged + (half + i) * chunk_bytes);
         }
-        hadamard_rest(v, lane);
+        block.sync();
+        float v[at_once][4][4];
+#pragma unroll
+        for (u32 i = 0; i < at_once; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float4 values = *reinterpret_cast<const float4*>(&staging.outputs[half + i][token][place + 32 * j]);
+                v[i][j][0] = values.x, v[i][j][1] = values.y, v[i][j][2] = values.z, v[i][j][3] = values.w;
+            }
+#pragma unroll
+        for (u32 i = 0; i < at_once; ++i) hadamard_rest(v[i], lane);
+        float scales[at_once];
+#pragma unroll
+        for (u32 i = 0; i < at_once; ++i) scales[i] = staging.undo[(first + i) * CHUNK + token] * HADAMARD_SCALE;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const uint2 svh = *reinterpret_cast<const uint2*>(&staging.svh[place + 32 * j]);
             const u16 factors[4] = {u16(svh.x), u16(svh.x >> 16), u16(svh.y), u16(svh.y >> 16)};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[j][i] = v[j][i] * scale * half_to_float(factors[i]);
+            for (int k = 0; k < 4; ++k) {
+                const float factor = half_to_float(factors[k]);
+#pragma unroll
+                for (u32 i = 0; i < at_once; ++i) v[i][j][k] = v[i][j][k] * scales[i] * factor;
+            }
         }
-        if (row < rows) {
-            if (args.bias != nullptr) part.add_bias(v);
-            part.store(v, first_row + row);
+#pragma unroll
+        for (u32 i = 0; i < at_once; ++i) {
+            const u32 row = (first + i) * CHUNK + token;
+            if (row >= rows) break;
+            if (args.bias != nullptr) part.add_bias(v[i]);
+            part.store(v[i], first_row + row);
         }
         __syncwarp();
     }

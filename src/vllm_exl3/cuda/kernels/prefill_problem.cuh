@@ -26,9 +26,9 @@ struct PrefillArgs {
     void* out;
     const void* bias;    // [sum of crop_size] or null
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
-    float* scales;       // scratch [shard][rows]: what undoes the row's scale
-    u32* counters;       // scratch [tiles that are cut][blocks of a cluster]: arrivals
-    float4* partials;    // scratch [2][blocks][partial_stride]: sums of tiles that several clusters share
+    float* scales;       // scratch [2][shard][rows]: what undoes the row's scale, and the scale
+    u32* counters;       // scratch [2][ranges][Hadamard blocks of a strip]: arrivals
+    float4* partials;    // scratch [2][ranges][Hadamard blocks of a strip][partial_stride]: sums on their way
     i64 x_stride;        // elements
     i64 out_stride;
     u32 shard_count;

@@ -1,62 +1,48 @@
 // The input side of prefill: A = H(x·suh)/sqrt(128) of every row and shard in fp16, scaled by a power of two a row, in the
-// order in which wgmma reads it as its B operand.
+// order in which wgmma reads it as its B operand. Two kernels: rows' scales, then everything else, at the speed of memory.
 //
-// Grid (parts, groups of 8 rows); the `parts` blocks of a group divide k. From sm_90 on they form a cluster and tell each
-// other the largest values of their parts; before, each searches the whole rows. A warp rotates one 128-block of four rows at
-// a time, 16 consecutive channels a lane. Rows stay in registers from the search to the rounding where HELD blocks a warp
-// suffice, which the host sees to for up to 16384 channels.
-#include "barrier.cuh"
+// A warp rotates one 128-block of four rows at a time, 16 consecutive channels a lane.
 #include "prefill_problem.cuh"
 #include "rotation.cuh"
 
-constexpr int TRANSFORM_THREADS = 512, COLUMNS = TRANSFORM_THREADS / 64, GROUP = 8;
-constexpr int HELD = 2, PASS = HELD * COLUMNS;  // 128-blocks of a warp, and of the block, that are worked on at once
+constexpr int ROW_THREADS = 256;
+constexpr int TRANSFORM_THREADS = 256, COLUMNS = TRANSFORM_THREADS / 64, GROUP = 8;  // rows of a block; warps side by side along k
+constexpr int HELD = 2, PASS = HELD * COLUMNS;  // 128-blocks of a warp, whose loads overlap, and of the block
 constexpr int PIECE = 16;  // consecutive channels of a lane: one k-tile
 
-template <int VALUE> struct Index { static constexpr int value = VALUE; };
-
-struct Pieces {
-    uint4 raw[HELD][2];  // x as stored, where it is of 16 bits
-
-    __device__ __forceinline__ void load(const PrefillArgs& args, u32 row, u32 block, u32 end, int piece, bool exists) {
+__device__ __forceinline__ bool loads_vectors(const PrefillArgs& args) {
+    return args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
+}
+// Eight stored channels of 16 bits.
+__device__ __forceinline__ void unpack(float (&v)[8], const uint4& raw, u32 type) {
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-        for (int i = 0; i < HELD; ++i)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u32 at = block + i * COLUMNS, column = at * STRIP + piece * PIECE + 8 * half;
-                raw[i][half] = make_uint4(0, 0, 0, 0);
-                if (exists && at < end && column < args.in_width)
-                    raw[i][half] = *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row * args.x_stride + column);
-            }
+    for (int i = 0; i < 4; ++i) {
+        v[2 * i] = type == F16 ? half_to_float(u16(words[i])) : __uint_as_float(words[i] << 16);
+        v[2 * i + 1] = type == F16 ? half_to_float(u16(words[i] >> 16)) : __uint_as_float(words[i] & 0xffff0000u);
     }
-    // x·suh of the lane's piece of block I, which begins at `column`.
-    template <int I>
-    __device__ __forceinline__ void scaled(float (&v)[PIECE], const PrefillArgs& args, const u16* suh, u32 row, u32 column, bool exists,
-                                           bool fast) const {
-        if (fast) {
-            const u32 words[8] = {raw[I][0].x, raw[I][0].y, raw[I][0].z, raw[I][0].w, raw[I][1].x, raw[I][1].y, raw[I][1].z, raw[I][1].w};
+}
+
+// x·suh of the lane's piece of one 128-block, which begins at `column`.
+__device__ __forceinline__ void load_piece(float (&v)[PIECE], const PrefillArgs& args, const uint4 (&raw)[2], const u16* suh, u32 row,
+                                           u32 column, bool exists, bool fast) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                v[2 * i] = args.x_type == F16 ? half_to_float(u16(words[i])) : __uint_as_float(words[i] << 16);
-                v[2 * i + 1] = args.x_type == F16 ? half_to_float(u16(words[i] >> 16)) : __uint_as_float(words[i] & 0xffff0000u);
-            }
+    for (int half = 0; half < 2; ++half) {
+        float x[8], scales[8];
+        if (fast) {
+            unpack(x, raw[half], args.x_type);
         } else {
 #pragma unroll
-            for (int i = 0; i < PIECE; ++i)
-                v[i] = exists && column + i < args.in_width ? load_element(args.x, row * args.x_stride + column + i, args.x_type) : 0.0f;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint4 scales = *reinterpret_cast<const uint4*>(suh + column + 8 * half);
-            const u32 words[4] = {scales.x, scales.y, scales.z, scales.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[8 * half + 2 * i] *= half_to_float(u16(words[i]));
-                v[8 * half + 2 * i + 1] *= half_to_float(u16(words[i] >> 16));
+            for (int i = 0; i < 8; ++i) {
+                const u32 at = column + 8 * half + i;
+                x[i] = exists && at < args.in_width ? load_element(args.x, row * args.x_stride + at, args.x_type) : 0.0f;
             }
         }
+        unpack(scales, *reinterpret_cast<const uint4*>(suh + column + 8 * half), F16);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[8 * half + i] = x[i] * scales[i];
     }
-};
+}
 
 // Lane q of four gets word q of each of them, in the order of the lanes.
 __device__ __forceinline__ uint4 transpose_words(u32 a, u32 b, u32 c, u32 d, int lane) {
@@ -95,7 +81,8 @@ __device__ __forceinline__ void store_piece(float (&v)[PIECE], float factor, u8*
     hadamard_pieces(v, lane);
     u32 words[8];  // of matrix 0..7: pair p of k lies in matrix 2·(p & 3) + (p >> 2)
 #pragma unroll
-    for (int p = 0; p < 8; ++p) words[2 * (p & 3) + (p >> 2)] = half_pair(v[2 * p] * factor, v[2 * p + 1] * factor);
+    for (int p = 0; p < 8; ++p) 
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[2 * (p & 3) + (p >> 2)]) : "f"(v[2 * p + 1] * factor), "f"(v[2 * p] * factor));
     const uint4 low = transpose_words(words[0], words[1], words[2], words[3], lane);
     const uint4 high = transpose_words(words[4], words[5], words[6], words[7], lane);
     if (!exists) return;
@@ -104,88 +91,71 @@ __device__ __forceinline__ void store_piece(float (&v)[PIECE], float factor, u8*
     unit[(q + 4) * tile_rows + token] = high;
 }
 
-__device__ __forceinline__ u32 load_rank(const u32* value, u32 rank) {
-    u32 found = 0;
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %1, %2;\n"
-        "ld.shared::cluster.u32 %0, [remote];\n"
-        "}\n" : "=r"(found) : "r"(shared_address(value)), "r"(rank) : "memory");
-#endif
-    return found;
-}
-
-extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 2) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
-    __shared__ u32 largest[MAX_SHARDS][GROUP], row_largest[MAX_SHARDS][GROUP];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, piece = lane & 7;
-    const u32 part = blockIdx.x, parts = gridDim.x, blocks = args.in_features / STRIP;
-    const u32 begin = part * blocks / parts, end = (part + 1) * blocks / parts;
-    const u32 group_row = 4 * (warp & 1) + (lane >> 3), row = blockIdx.y * GROUP + group_row;
-    const bool exists = row < args.rows, alone = __CUDA_ARCH__ < 900;
-    const bool fast = args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
-    const bool held = end - begin <= PASS && !(alone && parts > 1);
+// Grid (rows): finds what each row of every shard is scaled by, from its largest |x·suh|, and zeroes the counters.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) exl3_prefill_rows(const __grid_constant__ PrefillArgs args) {
+    __shared__ u32 largest[MAX_SHARDS];
+    const u32 row = blockIdx.x;
+    const bool fast = loads_vectors(args);
     let_next_start();
-    if (threadIdx.x < MAX_SHARDS * GROUP) (&largest[0][0])[threadIdx.x] = 0;
+    if (threadIdx.x < MAX_SHARDS) largest[threadIdx.x] = 0;
     __syncthreads();
     wait_for_previous();
-    for (u32 i = (blockIdx.y * parts + part) * TRANSFORM_THREADS + threadIdx.x; i < args.counter_count;
-         i += gridDim.y * parts * TRANSFORM_THREADS)
-        args.counters[i] = 0;
-
-    Pieces pieces;
-    const u32 search_begin = alone ? 0 : begin, search_end = alone ? blocks : end;
-    for (u32 first = search_begin + warp / 2; first < search_end; first += PASS) {
-        if (fast) pieces.load(args, row, first, search_end, piece, exists);
-        for (u32 s = 0; s < args.shard_count; ++s) {
-            u32 bits = 0;
-            const auto search = [&](auto index) {
-                constexpr int I = decltype(index)::value;
-                const u32 block = first + I * COLUMNS;
-                if (block >= search_end) return;
-                float v[PIECE];
-                pieces.scaled<I>(v, args, args.shards[s].suh, row, block * STRIP + piece * PIECE, exists, fast);
+    for (u32 i = row * ROW_THREADS + threadIdx.x; i < args.counter_count; i += gridDim.x * ROW_THREADS) args.counters[i] = 0;
+    for (u32 s = 0; s < args.shard_count; ++s) {
+        const u16* suh = args.shards[s].suh;
+        u32 bits = 0;
+        if (fast) {
+#pragma unroll 4
+            for (u32 column = 8 * threadIdx.x; column < args.in_width; column += 8 * ROW_THREADS) {
+                float x[8], scales[8];
+                unpack(x, *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row * args.x_stride + column), args.x_type);
+                unpack(scales, *reinterpret_cast<const uint4*>(suh + column), F16);
 #pragma unroll
-                for (int i = 0; i < PIECE; ++i) bits = max(bits, __float_as_uint(fabsf(v[i])));
-            };
-            search(Index<0>{}), search(Index<1>{});
-#pragma unroll
-            for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
-            if (piece == 0) atomicMax(&largest[s][group_row], bits);
+                for (int i = 0; i < 8; ++i) bits = max(bits, __float_as_uint(fabsf(x[i] * scales[i])));
+            }
+        } else {
+            for (u32 column = threadIdx.x; column < args.in_width; column += ROW_THREADS)
+                bits = max(bits, __float_as_uint(fabsf(load_element(args.x, row * args.x_stride + column, args.x_type) * half_to_float(suh[column]))));
         }
+        bits = __reduce_max_sync(0xffffffffu, bits);
+        if (threadIdx.x % 32 == 0) atomicMax(&largest[s], bits);
     }
     __syncthreads();
-#if __CUDA_ARCH__ >= 900
-    sync_cluster();
-#endif
-    if (threadIdx.x < args.shard_count * GROUP) {
-        u32 found = (&largest[0][0])[threadIdx.x];
-        if (!alone)
-            for (u32 rank = 0; rank < parts; ++rank) found = max(found, load_rank(&largest[0][0] + threadIdx.x, rank));
-        (&row_largest[0][0])[threadIdx.x] = found;
+    if (threadIdx.x < args.shard_count) {
+        const RowScale scale = row_scale(HALF, largest[threadIdx.x]);
+        args.scales[threadIdx.x * args.rows + row] = scale.undo;
+        args.scales[(args.shard_count + threadIdx.x) * args.rows + row] = scale.factor;
     }
-    __syncthreads();
+}
 
+// Grid (shards × parts of k, groups of 8 rows).
+extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 4) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, piece = lane & 7;
+    const u32 blocks = args.in_features / STRIP, parts = (blocks + PASS - 1) / PASS, s = blockIdx.x / parts;
+    const u32 first = blockIdx.x % parts * PASS + warp / 2;
+    const u32 row = blockIdx.y * GROUP + 4 * (warp & 1) + (lane >> 3);
+    const bool exists = row < args.rows, fast = loads_vectors(args);
+    let_next_start();
+    wait_for_previous();
+    uint4 raw[HELD][2];
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 block = first + i * COLUMNS, column = block * STRIP + piece * PIECE + 8 * half;
+            raw[i][half] = make_uint4(0, 0, 0, 0);
+            if (fast && exists && block < blocks && column < args.in_width)
+                raw[i][half] = *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row * args.x_stride + column);
+        }
+    const float factor = exists ? args.scales[(args.shard_count + s) * args.rows + row] : 0.0f;
     const u32 row_tile = row / args.tile_rows, token = row % args.tile_rows;
-    for (u32 first = begin + warp / 2; first < end; first += PASS) {
-        if (fast && !held) pieces.load(args, row, first, end, piece, exists);
-        for (u32 s = 0; s < args.shard_count; ++s) {
-            const RowScale scale = row_scale(HALF, row_largest[s][group_row]);
-            if (exists && part == 0 && first == 0 && piece == 0) args.scales[s * args.rows + row] = scale.undo;
-            u8* tile = args.activations + static_cast<u64>(s * args.row_tiles + row_tile) * (2 * blocks) * (args.tile_rows * 128);
-            const auto store = [&](auto index) {
-                constexpr int I = decltype(index)::value;
-                const u32 block = first + I * COLUMNS;
-                if (block >= end) return;
-                float v[PIECE];
-                pieces.scaled<I>(v, args, args.shards[s].suh, row, block * STRIP + piece * PIECE, exists, fast);
-                store_piece(v, scale.factor, tile, args.tile_rows, block, token, exists, lane);
-            };
-            store(Index<0>{}), store(Index<1>{});
-        }
+    u8* tile = args.activations + static_cast<u64>(s * args.row_tiles + row_tile) * (2 * blocks) * (args.tile_rows * 128);
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+        const u32 block = first + i * COLUMNS;
+        if (block >= blocks) break;
+        float v[PIECE];
+        load_piece(v, args, raw[i], args.shards[s].suh, row, block * STRIP + piece * PIECE, exists, fast);
+        store_piece(v, factor, tile, args.tile_rows, block, token, exists, lane);
     }
-#if __CUDA_ARCH__ >= 900
-    sync_cluster();  // nobody leaves while others read its values
-#endif
 }
