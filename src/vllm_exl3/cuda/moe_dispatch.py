@@ -13,14 +13,12 @@ from vllm_exl3.cuda.moe_plan import Layer, MoeForm
 
 __all__ = ["Choice", "choose", "every_form"]
 
-_MUL1_ROWS, _PAIR_ROWS = 3.0, 6.0
-"""Up to how many tokens an expert, on average, the identities win: measured on an H200 (docs/kernels-gpu.md)."""
+_MUL1_ROWS, _PAIR_ROWS = 6.0, 8.0
+"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 4 and 8
+(benchmarks/results/h200/moe.json); mcg and 3INST: what one decoding serves."""
 
 _LARGEST_INTEGER_WIDTH = 16384
 """Input channels up to which sums of products of bytes fit 32 bits."""
-
-_LARGE_TILE_ROWS = 160.0
-"""From how many tokens an expert, on average, row blocks of 256 win over 128: measured on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +74,14 @@ def decode_form(layer: Layer, *, one_class: bool = False) -> MoeForm:
 
 
 def prefill_form(layer: Layer, tokens: int, limits: GpuLimits) -> MoeForm:
-    """The grouped prefill's form."""
-    rows = tokens * layer.top_k / layer.total_experts
+    """The grouped prefill's form.
+
+    With wgmma row blocks of 128: those of 256 were 2 to 3 % faster for two of five measured shapes at 8192 tokens, and
+    7 to 13 % slower for the others.
+    """
     if limits.warpgroups:
-        return MoeForm(False, 256 if rows > _LARGE_TILE_ROWS else 128)
-    return MoeForm(False, 8 if rows <= 4 else 16)
+        return MoeForm(False, 128)
+    return MoeForm(False, 8 if tokens * layer.top_k <= 4 * layer.total_experts else 16)
 
 
 def _fat_rows(form: MoeForm) -> int:
