@@ -11,10 +11,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.contract import TOUCHED, Touched, imported, moved, verdict
-from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, TiedHeadMethod
+from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod
 from vllm_exl3.serving.head import Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
+from vllm_exl3.serving.tied_head import TiedHeadMethod
 
 
 def test_nothing_has_moved() -> None:

@@ -35,17 +35,18 @@ from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredNgramTable, StoredRowTable, StoredScaledTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
-from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table, TiedHeadMethod
+from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
-from vllm_exl3.serving.models import qwen4_exp
 from vllm_exl3.serving.metrics import leave_counters
+from vllm_exl3.serving.models import qwen4_exp
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
+from vllm_exl3.serving.tied_head import TiedHeadMethod
 from vllm_exl3.serving.unloaded import is_target_s, watched
 
 __all__ = ["Exl3Config", "fingerprint"]

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.scaled_rows import SCALE_DTYPE, row_layout
-from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table, TiedHeadMethod
+from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
+from vllm_exl3.serving.tied_head import TiedHeadMethod
 
 __all__ = ["declared_tables", "register_embedding_hook"]
 
