@@ -112,3 +112,18 @@ def test_tables_of_experts_are_made_on_the_host_whatever_the_default_device_is()
     with torch.device("meta"):
         table = pack_table([[Projection(*range(len(fields)))]])
     assert table.device.type == "cpu"
+
+
+def test_tables_that_a_forward_made_on_a_gpu_take_a_reload() -> None:
+    """vLLM runs models in inference mode and reloads outside of it; on a GPU, tables are copies that a forward made."""
+    ids, _ = golden_logits(QWEN)
+    with engine(PACKS / QWEN) as llm:
+        before = logits_of(llm, ids)
+        methods = [getattr(module, "quant_method", None) for module in model_of(llm).modules()]
+        tables = [method._tables for method in methods if hasattr(method, "_tables")]
+        assert tables
+        for made in tables:
+            with torch.inference_mode():
+                made[torch.device("cpu")] = made[torch.device("cpu")].clone().zero_()
+        llm.collective_rpc("reload_weights")
+        torch.testing.assert_close(logits_of(llm, ids), before, rtol=0, atol=0)

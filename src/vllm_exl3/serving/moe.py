@@ -209,8 +209,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             for leaf in ("suh", "svh"):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
         self._host_table = share_input_scales(self.layout.table, layer.w13_suh)
-        for table in self._tables.values():
-            table.copy_(self._host_table)  # in place: captured graphs read it
+        with torch.inference_mode():  # as they were made, at the first forward
+            for table in self._tables.values():
+                table.copy_(self._host_table)  # in place: captured graphs read it
         if is_laguna(self.config.pack.config):
             self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
         self.config.layer_ready(self.where, layer)
