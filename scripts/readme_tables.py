@@ -56,7 +56,7 @@ def gpu_table() -> str:
 
 def serve_line() -> str:
     """Decoding by a whole model on the GPU."""
-    rows = load("h200/serve.json")["rows"]
+    rows = [row for row in load("h200/serve.json")["rows"] if row["subject"] == "decode"]
     speeds = {
         kernel: ", ".join(f"{row['tokens_per_second']:.0f}" for row in rows if row["kernel"] == kernel)
         for kernel in ("native", "cublas_bf16")
