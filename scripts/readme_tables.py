@@ -62,10 +62,12 @@ def serve_line() -> str:
         for kernel in ("native", "cublas_bf16")
     }
     batches = ", ".join(str(row["m"]) for row in rows if row["kernel"] == "native")
+    # Rows that a later run of other subjects kept name the commit that they were measured at.
+    earlier = ", with the kernels of an earlier version" if any("commit" in row for row in rows) else ""
     return _wrapped(
         "A model of the shape of Llama 3 8B with random weights, served by vLLM on the same GPU, decodes (tokens/s at "
         f"batches of {batches}) {speeds['native']} at 4 bits with a 6-bit head, and {speeds['cublas_bf16']} in 16 bits "
-        "(`benchmarks/results/h200/serve.json`)."
+        f"(`benchmarks/results/h200/serve.json`{earlier})."
     )
 
 
