@@ -20,7 +20,7 @@ from gpu_moe_checks import ALL, FORMS, SHAPES, Checks, every_form
 from gpu_moe_layers import GpuLayer, random_layer, random_routing
 
 from vllm_exl3.cuda import moe as kernels
-from vllm_exl3.cuda.moe_plan import MoeForm
+from vllm_exl3.cuda.moe_geometry import MoeForm
 from vllm_exl3.cuda.timing import replayed
 from vllm_exl3.tools.results import write_results
 

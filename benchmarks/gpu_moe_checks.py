@@ -10,7 +10,8 @@ from gpu_moe_layers import INST3, MCG, MUL1, GpuLayer, Kind, every_kind, random_
 
 from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda import runtime
-from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, MoeForm, forms, gemm_instance
+from vllm_exl3.cuda.moe_geometry import MoeForm
+from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, forms, gemm_instance
 
 BOUND = 1e-3
 """Relative Frobenius error of a whole layer: three linears within 5e-4 each, two multiplied and one after them."""

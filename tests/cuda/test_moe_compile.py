@@ -6,7 +6,8 @@ import pytest
 
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Cubin, Instance, compile_instance, compiler_unavailable
 from vllm_exl3.cuda.moe import instances
-from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, Layer, forms, gemm_instance
+from vllm_exl3.cuda.moe_geometry import Layer
+from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, forms, gemm_instance
 from vllm_exl3.cuda.survey import every_kind, typical_limits
 
 pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))

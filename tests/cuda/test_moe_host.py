@@ -14,7 +14,8 @@ import torch
 
 from tests.cuda.host_kernels import build
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
-from vllm_exl3.cuda.moe_plan import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoePlan, MoeStage, plan_moe
+from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
+from vllm_exl3.cuda.moe_plan import MoePlan, plan_moe
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS, activate
 from vllm_exl3.ops.experts import pack_table, projection_kinds, share_input_scales
@@ -89,6 +90,7 @@ def run(
     *,
     on_input: bool = False,
     table: torch.Tensor | None = None,
+    fat_rows: int | None = None,
 ) -> torch.Tensor:
     """The whole op, launch by launch."""
     kinds = projection_kinds(layer.projections)
@@ -97,7 +99,8 @@ def run(
         tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True)),
         experts, experts, top_k, layer.hidden, layer.intermediate,
     )  # fmt: skip
-    plan, memory = plan_moe(shape, tokens, form, form.tile_rows // 2, H200), Memory()
+    fat_rows = form.tile_rows // 2 if fat_rows is None else fat_rows
+    plan, memory = plan_moe(shape, tokens, form, fat_rows, H200), Memory()
     args = arguments_of(memory, layer, plan, pack_table(layer.projections) if table is None else table, form, on_input)
     out = np.full((tokens, layer.hidden), np.nan, np.float32)
     args.x, args.out = memory.place(x.numpy()), out.ctypes.data
@@ -184,6 +187,16 @@ def test_a_row_does_not_depend_on_its_batch(library: ctypes.CDLL, form: MoeForm)
     for row in (0, 6):
         part = slice(row, row + 1)
         assert torch.equal(run(library, layer, x[part], (weights[part], ids[part]), form), whole[part])
+
+
+def test_the_fat_threshold_changes_no_bit(library: ctypes.CDLL) -> None:
+    """One row block of 70 rows, or 64 and 6: and a thin expert beside it."""
+    layer = random_layer(2, 128, 128, UNIFORM)
+    x = torch.randn((73, 128), generator=torch.Generator().manual_seed(7))
+    weights, ids = torch.rand(73, 1), (torch.arange(73).view(73, 1) >= 70).int()
+    fat, thin = (run(library, layer, x, (weights, ids), WIDE, fat_rows=rows) for rows in (0, 256))
+    assert torch.equal(fat, thin)
+    assert error(fat, layer.oracle(x, weights, ids)) < bound(WIDE)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -10,17 +10,8 @@ import pytest
 from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
 from vllm_exl3.cuda.moe import instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
-from vllm_exl3.cuda.moe_plan import (
-    ACTIVATION_KINDS,
-    GROUP_ROWS,
-    Layer,
-    MoeArgs,
-    MoeForm,
-    MoePlan,
-    MoeStage,
-    forms,
-    plan_moe,
-)
+from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
+from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, forms, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
@@ -57,6 +48,7 @@ def fields(name: str) -> list[str]:
 @pytest.mark.parametrize("structure", [MoeStage, MoeArgs], ids=lambda structure: structure.__name__)
 def test_structures_mirror_the_kernels(structure: type[ctypes.Structure]) -> None:
     assert [name for name, _ in structure._fields_] == fields(structure.__name__)
+    assert f"sizeof(MoeArgs) == {ctypes.sizeof(MoeArgs)}," in kernel_sources()["moe_problem.cuh"]
 
 
 def test_activations_are_numbered_as_the_kernels_number_them() -> None:

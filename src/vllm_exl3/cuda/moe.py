@@ -15,16 +15,13 @@ import torch
 from vllm_exl3.cuda import dispatch, moe_dispatch, runtime
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm
 from vllm_exl3.cuda.moe_plan import (
-    ACTIVATION_KINDS,
     COMBINE,
     GROUP_ROWS,
     ROUTE,
     ROW_THREADS,
     ROWS,
-    Layer,
-    MoeArgs,
-    MoeForm,
     MoePlan,
     exact,
     gemm_instance,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vllm_exl3 import env
 from vllm_exl3.cuda.geometry import GpuLimits
-from vllm_exl3.cuda.moe_plan import Layer, MoeForm
+from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 
 __all__ = ["Choice", "choose", "every_form"]
 

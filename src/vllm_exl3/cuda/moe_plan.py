@@ -1,48 +1,27 @@
-"""What the kernels of routed experts are told, which of them serve how many tokens, and how much scratch they take.
+"""Kernels, grids, shared memory and scratch of one call of the MoE op: arithmetic on shapes, without torch or a GPU."""
 
-Arithmetic on shapes, without torch or a GPU; `MoeStage` and `MoeArgs` mirror ``kernels/moe_problem.cuh`` field by
-field.
-"""
-
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, GpuLimits, round_up
+from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = [
-    "ACTIVATION_KINDS",
     "COMBINE",
     "GROUP_ROWS",
     "ROUTE",
     "ROWS",
     "ROW_THREADS",
-    "Layer",
-    "MoeArgs",
-    "MoeForm",
     "MoePlan",
-    "MoeStage",
+    "exact",
     "forms",
     "gemm_instance",
+    "narrow_blocks",
     "plan_moe",
 ]
-
-ACTIVATION_KINDS = (
-    "swiglu",
-    "swiglu_step",
-    "situ",
-    "gelu",
-    "gelu_tanh",
-    "silu_ungated",
-    "gelu_ungated",
-    "gelu_tanh_ungated",
-    "relu2_ungated",
-)
-"""The order of ``ActivationKind`` in moe_activation.cuh."""
 
 ROWS = Instance("moe_rows.cu", "exl3_moe_rows")
 GROUP_ROWS = tuple(
@@ -56,8 +35,8 @@ COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
 ROW_THREADS = 256
 """Of moe_rows.cuh."""
 
-_NARROW, _NARROW_THREADS, _GROUP_ROWS = 16, 256, 8
-"""Rows that the kernel of mma.sync takes at most, threads of its blocks, and rows that lie together for the other."""
+_NARROW_THREADS, _GROUP_ROWS = 256, 8
+"""Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
 
 _LIGHT_HALF_BITS = 8
 """Up to this 2·K the identities of four rows need no more than 80 registers."""
@@ -74,101 +53,6 @@ _STASH_BYTES = 4 * 2 * 32 * 16 + 4 * 16 * 4
 
 _BARRIER_BYTES, _STAGING_BYTES, _STAGES = 512, 32 * (BLOCK + 4) * 4, 12
 """Of moe_wide.cuh: bytes before the staging area, bytes of that a pair, and units in the ring at most."""
-
-
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
-
-class MoeStage(ctypes.Structure):
-    """``MoeStage`` of moe_problem.cuh."""
-
-    __slots__ = ()
-    _fields_ = (
-        *_fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out", "out_scales"),
-        *_fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
-    )
-
-
-class MoeArgs(ctypes.Structure):
-    """``MoeArgs`` of moe_problem.cuh."""
-
-    __slots__ = ()
-    _fields_ = (
-        ("stages", MoeStage * 2),
-        *_fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
-        *_fields(ctypes.c_uint64, "chunks", "list_sizes", "starts"),
-        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *_fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
-        *_fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
-        *_fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "ring_stages", "ring_stride"),
-        *_fields(ctypes.c_uint32, "weight_pitch", "weight_on_input", "activation"),
-        *_fields(ctypes.c_float, "alpha", "beta", "limit"),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MoeForm:
-    """How experts are multiplied.
-
-    Attributes:
-        identity: use the codebooks' identities instead of decoding to fp16.
-        tile_rows: rows of one expert that share one decoding of its weights.
-    """
-
-    identity: bool
-    tile_rows: int
-
-    @property
-    def wide(self) -> bool:
-        """Whether the warpgroup kernel (sm_90a) serves it."""
-        return self.tile_rows > _NARROW
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of warpgroups in a block of the warpgroup kernel."""
-        return 1 if self.tile_rows > 128 else 2
-
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return f"{'identity' if self.identity else 'wide' if self.wide else 'half'}{self.tile_rows}"
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What of a layer decides its kernels, without its tensors.
-
-    Attributes:
-        kinds: (projection, 2·K, codebook) of everything that occurs.
-        experts: on this rank.
-        total_experts: that the ids may name.
-        top_k: experts a token visits.
-        hidden: channels that enter and leave.
-        intermediate: channels between the projections, before padding.
-    """
-
-    kinds: tuple[tuple[int, int, int], ...]
-    experts: int
-    total_experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-
-    @property
-    def projections(self) -> int:
-        """2 or 3: without or with a gate."""
-        return max(projection for projection, _, _ in self.kinds) + 1
-
-    @property
-    def codes(self) -> tuple[tuple[int, int], ...]:
-        """(2·K, codebook) of all projections."""
-        return tuple(sorted({(half_bits, codebook) for _, half_bits, codebook in self.kinds}))
-
-    @property
-    def mul1(self) -> bool:
-        """Whether some projection is mul1."""
-        return any(codebook == Codebook.MUL1 for _, codebook in self.codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +119,7 @@ def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm, *, alone: boo
             return Arithmetic.HALF
         return Arithmetic.INTEGER if codebook == Codebook.MUL1 else Arithmetic.PAIR
 
-    rows = _NARROW if form.wide else form.tile_rows
+    rows = NARROW if form.wide else form.tile_rows
     kinds = ", ".join(
         f"Kind<{half_bits}, {codebook}, {int(arithmetic(codebook))}, {rows}>" for half_bits, codebook in codes
     )
@@ -268,7 +152,7 @@ class _Gemm:
     values: dict[str, int]
 
 
-def _gemm(layer: Layer, form: MoeForm, fat_rows: int, limits: GpuLimits) -> _Gemm:
+def _gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> _Gemm:
     if not form.wide:
         values = {"thin_rows": form.tile_rows, "row_padding": 1, "grouped": 0}
         return _Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
@@ -295,7 +179,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     """
     slots, first = tokens * layer.top_k, layer.projections - 1
     hidden, intermediate = round_up(layer.hidden, BLOCK), round_up(layer.intermediate, BLOCK)
-    gemm = _gemm(layer, form, fat_rows, limits)
+    gemm = _gemm(layer, form, limits)
     padding, least = gemm.values["row_padding"], min(form.tile_rows, gemm.values["thin_rows"])
     padded = min(slots * padding, round_up(slots + layer.experts * (padding - 1), padding))
     blocks = min(slots, slots // least + layer.experts)

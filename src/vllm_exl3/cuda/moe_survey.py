@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe import instances
-from vllm_exl3.cuda.moe_plan import Layer
+from vllm_exl3.cuda.moe_geometry import Layer
 
 __all__ = ["expert_codes", "expert_instances"]
 

@@ -1,4 +1,4 @@
-// What the kernels of routed experts are told: mirrored field by field in vllm_exl3/cuda/moe_plan.py.
+// What the kernels of routed experts are told: mirrored field by field in vllm_exl3/cuda/moe_geometry.py.
 //
 // A slot is one (token, choice) pair, numbered token·top_k + choice. Everything that depends on the routing is found on the
 // device: launches have fixed shapes, and read how much there is to do.
@@ -80,7 +80,7 @@ struct MoeArgs {
     float alpha, beta, limit;
 };
 
-static_assert(sizeof(MoeArgs) == 408, "mirrored in vllm_exl3/cuda/moe_plan.py");
+static_assert(sizeof(MoeArgs) == 408, "mirrored in vllm_exl3/cuda/moe_geometry.py");
 
 __device__ __forceinline__ const Projection& projection_of(const MoeArgs& args, u32 expert, u32 index) {
     static_assert(sizeof(Projection) == 8 * TABLE_COLUMNS, "a row of the table");

@@ -1,0 +1,166 @@
+// H128 of sixteen rows at once, by tensor cores.
+//
+// H128 is a product of four two-point transforms over bits 0, 1, 3 and 4 of the channel's number and three over bits 2, 5
+// and 6. The first four are one 16×16 matrix of ±1, multiplied by mma.sync; the other three are additions of a lane's own
+// values, since the eight products of a 128-block differ in just these bits. Inputs are rounded to fp16 before the
+// transform; all else is float32.
+#pragma once
+#include "mma.cuh"
+#include "moe_rows.cuh"
+
+constexpr int GROUP_THREADS = 256, GROUP_WARPS = GROUP_THREADS / 32;
+
+// The lane's part of the matrix of signs, as the B operand of both n-tiles: k-slots are (bits 3, 4 by the lane's q; bits
+// 0, 1 by the slot), columns are bits 0, 1, 3, and the n-tile is bit 4.
+struct Signs {
+    u32 b[2][2];
+    __device__ __forceinline__ explicit Signs(int lane) {
+        const u32 column = lane >> 2, q = lane & 3;
+#pragma unroll
+        for (u32 tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                u32 word = 0;
+#pragma unroll
+                for (u32 low = 0; low < 2; ++low) {
+                    const u32 in = low | half << 1 | q << 2, out = column | tile << 3;
+                    word |= (__popc(in & out) & 1 ? 0xbc00u : 0x3c00u) << (16 * low);
+                }
+                b[tile][half] = word;
+            }
+    }
+};
+
+// Eight neighbouring channels of a token; beyond the width they are zero. FAST: 16-bit values, all aligned to 16 bytes, so that
+// no branch stands between loads.
+template <bool FAST>
+__device__ __forceinline__ void load_channels(uint4& raw, float (&v)[8], const MoeArgs& args, u32 width, i64 row, u32 channel) {
+    if constexpr (FAST) {
+        raw = channel < width ? *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row + channel) : make_uint4(0, 0, 0, 0);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = channel + i < width ? load_element(args.x, row + channel + i, args.x_type) : 0.0f;
+    }
+}
+
+template <bool FAST>
+__device__ __forceinline__ void convert_channels(float (&v)[8], const uint4& raw, u32 type) {
+    if constexpr (FAST) {
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+        if (type == F16) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[2 * i] = half_to_float(u16(words[i])), v[2 * i + 1] = half_to_float(u16(words[i] >> 16));
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    }
+}
+
+__device__ __forceinline__ void convert_scales(float (&v)[8], const uint4& raw) {
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[2 * i] = half_to_float(u16(words[i])), v[2 * i + 1] = half_to_float(u16(words[i] >> 16));
+}
+
+// One row of a chunk as its two readers see it.
+struct ChunkRow {
+    i64 at;        // of the token in x
+    float weight;  // the routing weight where it goes on the input, else 1
+};
+
+// A lane's part of a 128-block of its two rows: lane (g, q) has rows g and g + 8, channels 32u + 8q .. 32u + 8q + 7.
+template <bool FAST>
+struct ChunkInput {
+    uint4 raw[4][2], scales[4];
+    float values[FAST ? 1 : 4][2][8];
+
+    __device__ __forceinline__ void load(const MoeArgs& args, u32 width, const ChunkRow (&rows)[2], const u16* suh, u32 block, int lane) {
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            const u32 channel = block * STRIP + 32 * u + 8 * (lane & 3);
+            scales[u] = *reinterpret_cast<const uint4*>(suh + channel);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) load_channels<FAST>(raw[u][r], values[FAST ? 0 : u][r], args, width, rows[r].at, channel);
+        }
+    }
+    // x (times its routing weight) · suh.
+    __device__ __forceinline__ void scaled(float (&v)[2][8], int u, const MoeArgs& args, const ChunkRow (&rows)[2]) const {
+        float scale[8];
+        convert_scales(scale, scales[u]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if constexpr (FAST) convert_channels<FAST>(v[r], raw[u][r], args.x_type);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[r][i] = (FAST ? v[r][i] : values[FAST ? 0 : u][r][i]) * rows[r].weight * scale[i];
+        }
+    }
+};
+
+// The A operand of product b2 of a group of 32 channels.
+__device__ __forceinline__ void pack_rows(u32 (&a)[4], const float (&v)[2][8], const float (&factors)[2], int b2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 4 * b2 + 2 * half;
+            a[r + 2 * half] = half_pair(v[r][i] * factors[r], v[r][i + 1] * factors[r]);
+        }
+}
+
+// The three steps over a lane's own values. After them sums[2u + b2][tile][i] is row g (i < 2) or g + 8 of the channel whose
+// bits 6, 5 are u, bit 4 is the tile, bits 3 and 1 are q's, bit 2 is b2 and bit 0 is i's.
+__device__ __forceinline__ void rotate_rest(float (&sums)[8][2][4]) {
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+        for (int t = 0; t < 8; ++t)
+            if (!(t & step))
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float low = sums[t][tile][i], high = sums[t + step][tile][i];
+                        sums[t][tile][i] = low + high, sums[t + step][tile][i] = low - high;
+                    }
+}
+
+__device__ __forceinline__ void multiply_signs(float (&sums)[2][4], const u32 (&a)[4], const Signs& signs) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+        float(&d)[4] = sums[tile];
+        d[0] = d[1] = d[2] = d[3] = 0.0f;
+        mma_half(d, a, signs.b[tile][0], signs.b[tile][1]);
+    }
+}
+
+// Rounds and stores the rotated block of both rows: per row and (unit, bit 2) sixteen bytes, one word for each k-tile of the
+// unit. Gives every lane of a quad the sums of what was stored, which the tensor cores add up with a matrix of ones.
+__device__ __forceinline__ void store_rows(float (&totals)[2], u8* group, u32 unit_bytes, const float (&sums)[8][2][4], u32 rows,
+                                           u32 block, int lane) {
+    const u32 g = lane >> 2, q = lane & 3;
+    float ones[4] = {};
+#pragma unroll
+    for (u32 unit = 0; unit < 2; ++unit)
+#pragma unroll
+        for (u32 b2 = 0; b2 < 2; ++b2) {
+            u32 words[2][4];
+#pragma unroll
+            for (u32 tile = 0; tile < 4; ++tile) {  // bits 5 and 4
+                const float(&d)[4] = sums[2 * (2 * unit + tile / 2) + b2][tile % 2];
+                words[0][tile] = half_pair(d[0], d[1]), words[1][tile] = half_pair(d[2], d[3]);
+            }
+#pragma unroll
+            for (u32 tile = 0; tile < 4; tile += 2) {
+                const u32 a[4] = {words[0][tile], words[1][tile], words[0][tile + 1], words[1][tile + 1]};
+                mma_half(ones, a, 0x3c003c00u, 0x3c003c00u);
+            }
+            const u32 matrix = 2 * (2 * b2 + (q & 1)) + (q >> 1);
+            u8* at = group + static_cast<u64>(2 * block + unit) * unit_bytes + matrix * 128 + g * 16;
+#pragma unroll
+            for (u32 r = 0; r < 2; ++r)
+                if (8 * r < rows)
+                    *reinterpret_cast<uint4*>(at + r * GROUP_BYTES) = make_uint4(words[r][0], words[r][1], words[r][2], words[r][3]);
+        }
+    totals[0] = ones[0], totals[1] = ones[2];
+}

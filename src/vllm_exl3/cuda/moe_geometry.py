@@ -1,0 +1,123 @@
+"""What the kernels of routed experts are told, and what of a layer decides which of them serve it.
+
+Without torch or a GPU; `MoeStage` and `MoeArgs` mirror ``kernels/moe_problem.cuh`` field by field.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_exl3.pack.stored import Codebook
+
+__all__ = ["ACTIVATION_KINDS", "NARROW", "Layer", "MoeArgs", "MoeForm", "MoeStage"]
+
+ACTIVATION_KINDS = (
+    "swiglu",
+    "swiglu_step",
+    "situ",
+    "gelu",
+    "gelu_tanh",
+    "silu_ungated",
+    "gelu_ungated",
+    "gelu_tanh_ungated",
+    "relu2_ungated",
+)
+"""The order of ``ActivationKind`` in moe_activation.cuh."""
+
+NARROW = 16
+"""Rows of a row block that the kernel of mma.sync takes at most."""
+
+
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
+class MoeStage(ctypes.Structure):
+    """``MoeStage`` of moe_problem.cuh."""
+
+    __slots__ = ()
+    _fields_ = (
+        *_fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out", "out_scales"),
+        *_fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
+    )
+
+
+class MoeArgs(ctypes.Structure):
+    """``MoeArgs`` of moe_problem.cuh."""
+
+    __slots__ = ()
+    _fields_ = (
+        ("stages", MoeStage * 2),
+        *_fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
+        *_fields(ctypes.c_uint64, "chunks", "list_sizes", "starts"),
+        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *_fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
+        *_fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
+        *_fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "ring_stages", "ring_stride"),
+        *_fields(ctypes.c_uint32, "weight_pitch", "weight_on_input", "activation"),
+        *_fields(ctypes.c_float, "alpha", "beta", "limit"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MoeForm:
+    """How experts are multiplied.
+
+    Attributes:
+        identity: use the codebooks' identities instead of decoding to fp16.
+        tile_rows: rows of one expert that share one decoding of its weights.
+    """
+
+    identity: bool
+    tile_rows: int
+
+    @property
+    def wide(self) -> bool:
+        """Whether the warpgroup kernel (sm_90a) serves it."""
+        return self.tile_rows > NARROW
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of warpgroups in a block of the warpgroup kernel."""
+        return 1 if self.tile_rows > 128 else 2
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{'identity' if self.identity else 'wide' if self.wide else 'half'}{self.tile_rows}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What of a layer decides its kernels, without its tensors.
+
+    Attributes:
+        kinds: (projection, 2·K, codebook) of everything that occurs.
+        experts: on this rank.
+        total_experts: that the ids may name.
+        top_k: experts a token visits.
+        hidden: channels that enter and leave.
+        intermediate: channels between the projections, before padding.
+    """
+
+    kinds: tuple[tuple[int, int, int], ...]
+    experts: int
+    total_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def projections(self) -> int:
+        """2 or 3: without or with a gate."""
+        return max(projection for projection, _, _ in self.kinds) + 1
+
+    @property
+    def codes(self) -> tuple[tuple[int, int], ...]:
+        """(2·K, codebook) of all projections."""
+        return tuple(sorted({(half_bits, codebook) for _, half_bits, codebook in self.kinds}))
+
+    @property
+    def mul1(self) -> bool:
+        """Whether some projection is mul1."""
+        return any(codebook == Codebook.MUL1 for _, codebook in self.codes)
