@@ -22,7 +22,7 @@ def decoded(pack: Pack, key: str, rows: int) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(weight.T[:rows])).float()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_multi_head_latent_attention_would_read_the_decoded_weight(dtype: torch.dtype) -> None:
     """vLLM sends an identity through layers whose weight it cannot read (MLA's kv_b_proj), in float32 by default."""
     pack = Pack.open(PACKS / ODD)

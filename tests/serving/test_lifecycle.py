@@ -82,6 +82,7 @@ def test_nothing_is_kept_on_a_device_beside_the_parameters(name: str, monkeypatc
     assert sum(tensor.nbytes for tensor in kept) < 1 << 16
 
 
+@pytest.mark.slow
 def test_a_second_engine_shares_the_process() -> None:
     with engine(PACKS / PHI) as llm:
         alone = generate(llm, PROMPTS)

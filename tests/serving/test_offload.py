@@ -123,6 +123,7 @@ def test_an_engine_whose_experts_are_not_mapped_does_not_start(monkeypatch: pyte
         pass
 
 
+@pytest.mark.slow
 def test_a_dense_pack_is_served_whatever_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     with engine(PACKS / ODD) as llm:
