@@ -91,13 +91,15 @@ def run(
     on_input: bool = False,
     table: torch.Tensor | None = None,
     fat_rows: int | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole op, launch by launch."""
     kinds = projection_kinds(layer.projections)
     experts, (tokens, top_k) = len(layer.projections), route[1].shape
+    total = experts if expert_map is None else len(expert_map)
     shape = Layer(
         tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True)),
-        experts, experts, top_k, layer.hidden, layer.intermediate,
+        experts, total, top_k, layer.hidden, layer.intermediate,
     )  # fmt: skip
     fat_rows = form.tile_rows // 2 if fat_rows is None else fat_rows
     plan, memory = plan_moe(shape, tokens, form, fat_rows, H200), Memory()
@@ -105,6 +107,8 @@ def run(
     out = np.full((tokens, layer.hidden), np.nan, np.float32)
     args.x, args.out = memory.place(x.numpy()), out.ctypes.data
     args.weights, args.ids = memory.place(route[0].numpy()), memory.place(route[1].numpy())
+    if expert_map is not None:
+        args.expert_map = memory.place(expert_map.numpy())
     mixed = len({kinds[i + 1 : i + 3][0] * 4 + kinds[i + 2] for i in range(0, len(kinds), 3)}) > 1
 
     def launch(kernel: int, grid: tuple[int, int], threads: int, shared: int) -> None:
@@ -187,6 +191,38 @@ def test_a_row_does_not_depend_on_its_batch(library: ctypes.CDLL, form: MoeForm)
     for row in (0, 6):
         part = slice(row, row + 1)
         assert torch.equal(run(library, layer, x[part], (weights[part], ids[part]), form), whole[part])
+
+
+@pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
+def test_shares_of_two_ranks_add_up(library: ctypes.CDLL, form: MoeForm) -> None:
+    layer = random_layer(4, 128, 128, UNIFORM)
+    x = torch.randn((6, 128), generator=torch.Generator().manual_seed(8))
+    weights, ids = random_routing(6, 4, 2)
+    total = torch.zeros_like(x)
+    for here in ([0, 3], [1, 2]):
+        expert_map = torch.full((4,), -1, dtype=torch.int32)
+        expert_map[here] = torch.arange(2, dtype=torch.int32)
+        part = MoELayer(128, 128, [layer.projections[e] for e in here], layer.tensors, layer.activation, layer.function)
+        total += run(library, part, x, (weights, ids), form, expert_map=expert_map)
+    assert error(total, layer.oracle(x, weights, ids)) < bound(form)
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
+def test_rows_of_any_magnitude_keep_to_themselves(library: ctypes.CDLL, form: MoeForm, magnitude: float) -> None:
+    layer = random_layer(2, 256, 128, UNIFORM, **RELU2)
+    x = torch.randn((5, 256), generator=torch.Generator().manual_seed(9)) * magnitude
+    x[0, 17] *= 3000  # an outlier
+    route = random_routing(5, 2, 1)
+    expected = layer.oracle(x, *route)
+    found = run(library, layer, x, route, form)
+    for row in range(5):
+        assert error(found[row], expected[row]) < 3 * bound(form)
+    x[1], x[2, 5] = 0, math.nan
+    spoiled = run(library, layer, x, route, form)
+    assert (spoiled[1] == 0).all()
+    assert spoiled[2].isnan().all()
+    assert torch.equal(spoiled[[0, 3, 4]], found[[0, 3, 4]])
 
 
 def test_the_fat_threshold_changes_no_bit(library: ctypes.CDLL) -> None:
