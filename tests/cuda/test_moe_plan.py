@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
-from vllm_exl3.cuda.moe import instances
+from vllm_exl3.cuda.moe import checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
 from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, forms, plan_moe
@@ -205,3 +206,11 @@ def test_few_items_of_exact_sums_get_twice_the_warps() -> None:
         for instance, threads in zip(made.gemms, made.gemm_threads, strict=True):
             assert dict(instance.macros)["INSTANCE_WARPS"] == str(threads // 32)
             assert instance in instances(LAYERS["mul1"], H200)
+
+
+def test_tensors_that_kernels_would_misread_are_refused() -> None:
+    words = torch.zeros(64, dtype=torch.int16)
+    assert checked_address("trellis", words, torch.int16) == words.data_ptr()
+    for wrong in (words.float(), words[1:33], words[::2]):
+        with pytest.raises(ValueError, match="trellis of the experts: found .* expected contiguous torch.int16"):
+            checked_address("trellis", wrong, torch.int16)

@@ -32,6 +32,8 @@ from vllm_exl3.pack.stored import BLOCK
 __all__ = ["instances", "moe", "prepare"]
 
 _ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_LEAVES = {"trellis": torch.int16, "suh": torch.float16, "svh": torch.float16, "bias": torch.float32}
+
 _COMBINE_CHANNELS = 1024
 """Channels that a block of moe_combine.cu adds up."""
 
@@ -99,8 +101,8 @@ def moe(
     )
     tensors = ((w13_trellis, w13_suh, w13_svh, w13_bias), (w2_trellis, w2_suh, w2_svh, w2_bias))
     for stage, flat in zip(arguments.stages, tensors, strict=True):
-        for name, tensor in zip(("trellis", "suh", "svh", "bias"), flat, strict=True):
-            setattr(stage, name, 0 if tensor is None else tensor.data_ptr())
+        for (name, dtype), tensor in zip(_LEAVES.items(), flat, strict=True):
+            setattr(stage, name, 0 if tensor is None else checked_address(name, tensor, dtype))
     choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=dispatch.batch_invariant())
     if form is not None:
         choice = moe_dispatch.Choice(form, choice.window, form.tile_rows // 2)
@@ -116,6 +118,20 @@ def moe(
             x.device,
         )
     return out
+
+
+def checked_address(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """A weight tensor's address, for kernels that copy sixteen bytes at a time and trust its layout.
+
+    Raises:
+        ValueError: they would misread it.
+    """
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError(
+            f"{name} of the experts: found {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} at "
+            f"{tensor.data_ptr():#x}, expected contiguous {dtype} at a multiple of 16 bytes"
+        )
+    return tensor.data_ptr()
 
 
 def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: torch.device) -> None:
