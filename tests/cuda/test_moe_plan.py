@@ -212,5 +212,5 @@ def test_tensors_that_kernels_would_misread_are_refused() -> None:
     words = torch.zeros(64, dtype=torch.int16)
     assert checked_address("trellis", words, torch.int16) == words.data_ptr()
     for wrong in (words.float(), words[1:33], words[::2]):
-        with pytest.raises(ValueError, match="trellis of the experts: found .* expected contiguous torch.int16"):
+        with pytest.raises(ValueError, match=r"trellis of the experts: found .* expected contiguous torch\.int16"):
             checked_address("trellis", wrong, torch.int16)
