@@ -2,7 +2,9 @@
 
 import itertools
 import resource
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +118,41 @@ def test_shards_in_several_files(tmp_path: Path) -> None:
             assert np.array_equal(np.concatenate([part for _, part in parts]), whole[first:last])
 
 
+@pytest.mark.parametrize("ids", [[-1], [1000], [2**40], [-5, 3], [3, 1000]])
+def test_a_row_outside_the_table_is_an_error_and_is_not_kept(tmp_path: Path, ids: list[int]) -> None:
+    pack, _ = table(tmp_path)
+    rows = NgramRows(pack, pack.ngram_tables[KEY], 1 << 20)
+    with pytest.raises(IndexError, match="of a table of 1000"):
+        rows.gather(np.array(ids))
+    assert rows.bytes_read == 0
+
+
+def test_a_cache_has_no_more_places_than_the_table_fills(tmp_path: Path) -> None:
+    pack, _ = table(tmp_path)
+    rows = NgramRows(pack, pack.ngram_tables[KEY], (2**31 - 1) << 20)
+    rows.gather(np.arange(1000))
+    assert np.array_equal(rows.gather(np.arange(1000)), NgramRows(pack, pack.ngram_tables[KEY]).gather(np.arange(1000)))
+
+
+def test_threads_share_a_cache_without_taking_each_other_s_rows(tmp_path: Path) -> None:
+    pack, code = table(tmp_path)
+    whole = np.stack([code[number] for number in range(1000)])
+    rows = NgramRows(pack, pack.ngram_tables[KEY], 30 * RowCache.place_bytes(51))
+
+    def wrong(seed: int) -> int:
+        rng = np.random.default_rng(seed)
+        batches = (np.unique(rng.integers(0, 1000, 40)) for _ in range(1000))
+        return sum(not np.array_equal(rows.gather(ids), whole[ids]) for ids in batches)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert sum(threads.map(wrong, range(4))) == 0
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_a_row_is_read_once_while_the_cache_has_room(tmp_path: Path) -> None:
     pack, _ = table(tmp_path)
     rows = NgramRows(pack, pack.ngram_tables[KEY], 1 << 20)
@@ -169,6 +206,14 @@ def drop(leaf: str) -> Callable[[Draft], None]:
     return lambda draft: draft.tensors.pop(f"{KEY}.{leaf}") and None
 
 
+def wrapped_ranges(draft: Draft) -> None:
+    """Sizes whose sums in int64 come back to a small number."""
+    most = 2**63 - 1
+    draft.tensors[f"{KEY}.head_bias"] = ("F16", np.ones((4, 160), np.float16))
+    draft.tensors[f"{KEY}.head_offsets"] = ("I64", np.array([0, most, -2, 10]))
+    draft.tensors[f"{KEY}.head_vocab_sizes"] = ("I64", np.array([most, most, 12, 50]))
+
+
 def nan_bias(draft: Draft) -> None:
     draft.tensors[f"{KEY}.head_bias"][1][1, 3] = np.nan
 
@@ -182,6 +227,8 @@ def nan_bias(draft: Draft) -> None:
         (set_tensor("head_offsets", np.array([1, 41])), "follow each other"),
         (set_tensor("head_vocab_sizes", np.array([40, 61])), "100 stored rows"),
         (set_tensor("head_vocab_sizes", np.array([40, 0])), "follow each other"),
+        (set_tensor("head_vocab_sizes", np.array([40, -40])), "follow each other"),
+        (wrapped_ranges, "follow each other"),
         (set_tensor("head_offsets", np.array([0, 40, 80])), "one a head"),
         (set_tensor("layer_multipliers", np.array([1, 2, 3, 4])), "as many heads for each"),
         (set_tensor("layer_multipliers", np.array([1])), "as many heads for each"),
@@ -213,8 +260,9 @@ def test_a_short_shard_that_is_not_the_last_is_refused(tmp_path: Path) -> None:
         Pack.open(draft.write(tmp_path))
 
 
-def test_a_file_that_shrank_is_refused(tmp_path: Path) -> None:
-    pack, _ = table(tmp_path)
+@pytest.mark.parametrize("shards", [0, 4])
+def test_a_file_that_shrank_is_refused(tmp_path: Path, shards: int) -> None:
+    pack, _ = table(tmp_path, shards=shards)
     file = tmp_path / "ngram_table.safetensors"
     file.write_bytes(file.read_bytes()[:50_000])
     with pytest.raises(Exl3PackError, match="fewer than when its header was read"):

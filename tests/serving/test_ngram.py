@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from vllm.config import CompilationConfig, CUDAGraphMode
@@ -17,10 +18,13 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from tests.serving import ngram_model as model
 from vllm_exl3.ops.ngram import LOOKUP_OP
 from vllm_exl3.pack import Pack
+from vllm_exl3.pack.codec import decode_ngram
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.ngram import read_heads
+from vllm_exl3.pack.ngram_rows import NgramRows
 from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.models import qwen4_exp
-from vllm_exl3.serving.ngram import check_graphs, choose_place
+from vllm_exl3.serving.ngram import NgramEmbeddingMethod, check_graphs, choose_place
 from vllm_exl3.serving.skipping import SkippedTensors
 
 
@@ -45,6 +49,26 @@ def test_every_place_gives_the_specification_s_rows(
     assert torch.equal(model.look_up(module, model.TOKENS), model.wanted(folder, model.TOKENS).float())
     rows = module.ngram_embedding(torch.tensor([[0, 101, 204, 311]]))
     assert module.ngram_embedding.dequantize(rows, torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("place", ["resident", "pinned", "disk"])
+def test_a_rank_beyond_the_table_looks_a_row_of_it_up(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_NGRAM_TABLE", place)
+    config = Exl3Config({})
+    config.maybe_update_config(str(model.write_pack(tmp_path)))
+    method = NgramEmbeddingMethod(config, "beyond", config.pack.ngram_tables[model.KEY])
+    layer = torch.nn.Module()
+    layer.shard_indices = SimpleNamespace(org_vocab_start_index=model.ROWS, org_vocab_end_index=model.ROWS)
+    layer.tp_size, layer.org_vocab_size, layer.params_dtype = 8, model.ROWS, torch.float32
+    method.create_weights(layer, 160, [1], 160, 1, torch.float32)
+    method.process_weights_after_loading(layer)
+    row = torch.full((160,), torch.nan)
+    torch.ops.vllm.exl3_ngram_lookup_out(torch.tensor([0]), row.view(1, 160), method.name)
+    code = NgramRows(config.pack, method.stored).gather(np.array([model.ROWS - 1]))
+    heads = read_heads(config.pack, method.stored)
+    assert np.array_equal(row.numpy(), decode_ngram(code, method.stored.bits, heads.bias[-1:])[0].astype(np.float32))
 
 
 def test_the_hash_is_the_pack_s_and_not_the_one_vllm_derives(alone: None, tmp_path: Path) -> None:

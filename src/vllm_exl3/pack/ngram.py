@@ -72,7 +72,9 @@ def read_heads(pack: Pack, table: StoredNgramTable) -> NgramHeads:
                 table, f".{leaf} {values.dtype} {list(values.shape)}", f"int64 [{heads}], one a head", "is damaged"
             )
     ends = offsets + sizes
-    if offsets[0] != 0 or (offsets[1:] != ends[:-1]).any() or (sizes <= 0).any() or ends[-1] > table.rows:
+    # A size beyond the table would let the sums wrap around.
+    own = ((sizes > 0) & (sizes <= table.rows)).all()
+    if not own or offsets[0] != 0 or (offsets[1:] != ends[:-1]).any() or ends[-1] > table.rows:
         raise _fault(
             table,
             f"heads of {sizes[:4].tolist()} … rows from {offsets[:4].tolist()} …, {int(ends[-1])} in all",

@@ -50,10 +50,10 @@ class NgramRows:
     Args:
         pack: an opened pack whose files are local.
         table: one of its `ngram_tables`.
-        cache_bytes: memory for rows that were read before; 0 keeps none.
+        cache_bytes: memory for rows that were read before, at most; 0 keeps none.
 
     Raises:
-        Exl3PackError: the files are not on this machine.
+        Exl3PackError: the files are not on this machine, or shorter than their headers said.
     """
 
     def __init__(self, pack: Pack, table: StoredNgramTable, cache_bytes: int = 0) -> None:
@@ -69,18 +69,24 @@ class NgramRows:
         self._maps: list[mmap.mmap] = []
         self._runs = self._open(pack.folder, table.shards)
         self._views = [self._view(run) for run in self._runs]
-        self._cache = RowCache(cache_bytes, self.words)
+        # No more places than the table fills, whatever was asked for.
+        self._cache = RowCache(min(cache_bytes, 2 * self.rows * RowCache.place_bytes(self.words)), self.words)
         self._touched = 0
 
     def gather(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
-        """Some rows.
+        """Some rows. Threads may call it at once.
 
         Args:
             ids: ``[n]`` from 0 to rows - 1, ascending and distinct: reads follow the file.
 
         Returns:
             ``[n, words]``, a new array.
+
+        Raises:
+            IndexError: an id lies outside the table.
         """
+        if len(ids) and (ids[0] < 0 or ids[-1] >= self.rows):
+            raise IndexError(f"n-gram rows {ids[0]} to {ids[-1]} were asked for, of a table of {self.rows}")
         found = np.empty((len(ids), self.words), np.int16)
         absent = ~self._cache.get(ids, found)
         wanted = ids[absent]
@@ -112,6 +118,9 @@ class NgramRows:
             if shard.file not in files:
                 files[shard.file] = self._map(folder / shard.file, shard)
             file, rows = files[shard.file], shard.shape[0]
+            if len(self._maps[file]) < shard.start + shard.nbytes:
+                reason = f"{len(self._maps[file])} bytes, fewer than when its header was read"
+                raise _unreadable(folder / shard.file, shard, reason)
             last = runs[-1] if runs else None
             if last and last.file == file and last.start + last.rows * _WORD * self.words == shard.start:
                 runs[-1] = _Run(last.first, last.rows + rows, last.start, file)
@@ -126,8 +135,6 @@ class NgramRows:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise _unreadable(path, shard, str(error)) from error
-        if len(mapped) < shard.start + shard.nbytes:
-            raise _unreadable(path, shard, f"{len(mapped)} bytes, fewer than when its header was read")
         mapped.madvise(mmap.MADV_RANDOM)
         self._maps.append(mapped)
         return len(self._maps) - 1

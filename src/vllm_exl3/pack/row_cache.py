@@ -4,6 +4,7 @@ n-grams follow Zipf's law, so few rows serve most look-ups. The page cache would
 them; this keeps the row alone.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class RowCache:
-    """Rows by id. A row has one place, and replaces what was there.
+    """Rows by id. A row has one place, and replaces what was there. Threads may share it.
 
     Args:
         nbytes: an upper bound of its memory; 0 keeps nothing. Memory is taken as places fill.
@@ -23,13 +24,20 @@ class RowCache:
     """
 
     def __init__(self, nbytes: int, words: int) -> None:
-        places = nbytes // (2 * words + 8)
+        places = nbytes // self.place_bytes(words)
         # A power of two, so that the place of an id is the upper bits of a product.
         self._bits = max(0, places.bit_length() - 1)
         self.places = (1 << self._bits) if places else 0
         self._rows = np.zeros((self.places, words), np.int16)
         # Zero pages cost nothing until they are written: ids are kept plus one.
         self._ids = np.zeros(self.places, np.int64)
+        # A place's id and row change in two steps: between them another thread would take the wrong row.
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def place_bytes(words: int) -> int:
+        """Memory of one place: a row and its id."""
+        return 2 * words + 8
 
     def get(self, ids: npt.NDArray[np.int64], out: npt.NDArray[np.int16]) -> npt.NDArray[np.bool_]:
         """Copy the rows that are here.
@@ -44,8 +52,9 @@ class RowCache:
         if not self.places:
             return np.zeros(len(ids), np.bool_)
         place = self._place(ids)
-        found: npt.NDArray[np.bool_] = self._ids[place] == ids + 1
-        out[found] = self._rows[place[found]]
+        with self._lock:
+            found: npt.NDArray[np.bool_] = self._ids[place] == ids + 1
+            out[found] = self._rows[place[found]]
         return found
 
     def put(self, ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int16]) -> None:
@@ -53,8 +62,9 @@ class RowCache:
         if not self.places:
             return
         place, first = np.unique(self._place(ids), return_index=True)
-        self._ids[place] = ids[first] + 1
-        self._rows[place] = rows[first]
+        with self._lock:
+            self._ids[place] = ids[first] + 1
+            self._rows[place] = rows[first]
 
     def _place(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         if not self._bits:

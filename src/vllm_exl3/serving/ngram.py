@@ -75,8 +75,8 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
         current = get_current_vllm_config()
         self._check_layer(layer, input_size_per_partition)
         first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        self.first_row = min(first, self.stored.rows)
-        # A rank beyond the table keeps one row for the ids that vLLM masks to 0.
+        # A rank beyond the table keeps its last row for the ids that vLLM masks to 0.
+        self.first_row = min(first, self.stored.rows - 1)
         rows = max(1, min(last, self.stored.rows) - self.first_row)
         words, heads = self.stored.shards[0].shape[1], self.stored.head_bias.shape[0]
         device = torch.empty(0).device  # vLLM builds models under the device that they run on
