@@ -44,6 +44,11 @@ logger = logging.getLogger("vllm.exl3")
 
 T = TypeVar("T")
 
+_MOST = 2**31 - 1
+"""Of numbers of rows, which kernels take as 32-bit integers."""
+_SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
+
 
 @dataclass(frozen=True)
 class Variable(Generic[T]):
@@ -79,7 +84,8 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError as error:
-            raise ValueError(f"{name}={text!r}: {error}") from None
+            shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+            raise ValueError(f"{name}={shown!r}: {error}") from None
 
 
 def _choice(*values: str) -> Callable[[str], str]:
@@ -91,13 +97,28 @@ def _choice(*values: str) -> Callable[[str], str]:
     return parse
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def _whole(least: int, most: int = _MOST) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise ValueError(f"expected a whole number of at least {least}")
+        if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+            raise ValueError(f"expected a whole number from {least} to {most}")
         return int(text)
 
     return parse
+
+
+def _folder(text: str) -> str:
+    """A folder that exists or can be made; empty for the default one."""
+    if not text:
+        return text
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError("expected a path; there is no such user")
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ValueError(f"expected a folder, or a path where one can be made; {existing} is no folder")
+    return path
 
 
 def _rows_or_auto(text: str) -> int | None:
@@ -187,10 +208,7 @@ def _ngram_kernel(text: str) -> str:
     return "reference" if name == "torch" else name
 
 
-def _mebibytes(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("expected a number of MiB, 0 or more")
-    return int(text)
+_mebibytes = _whole(0, 1 << 24)
 
 
 RECONSTRUCT_MB = Variable(
@@ -252,15 +270,15 @@ CPU_ISA = Variable(
 METRICS_FOLDER = Variable(
     "VLLM_EXL3_METRICS_FOLDER",
     "",
-    str,
-    "Folder where the processes that run models leave their counters for /metrics; empty means one of the server's own, "
-    "which it removes when it ends.",
+    _folder,
+    "Folder where the processes that run models leave their counters for /metrics; empty means a folder of the "
+    "server's own, which it removes when it ends.",
 )
 
 CACHE = Variable(
     "VLLM_EXL3_CACHE",
     "",
-    str,
+    _folder,
     "Folder for compiled GPU kernels; empty means the user's cache folder.",
     aliases=("VLLM_QUANTPACK_CACHE",),
 )
