@@ -100,7 +100,8 @@ class Exl3EmbeddingMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Check the attached head; without an own head, prepare the table for products as vLLM does."""
         dtype = str(layer.weight.dtype).removeprefix("torch.")
-        self.config.report.embedding_ready(layer.prefix or "embed_tokens", f"dense, {dtype}", layer.weight.nbytes)
+        where = getattr(layer, "prefix", "") or "embed_tokens"  # vLLM 0.30's layer does not know its name
+        self.config.report.embedding_ready(where, f"dense, {dtype}", layer.weight.nbytes)
         if self.head is not None:
             self.head.process_weights_after_loading(layer)
         elif not self.has_own_head:

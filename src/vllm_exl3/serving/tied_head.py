@@ -35,7 +35,7 @@ class TiedHeadMethod(QuantizeMethodBase):
             raise Exl3PackError(
                 found="a head that the model class does not tie to the embedding",
                 expected="a stored lm_head, since tie_word_embeddings does not reach this class",
-                where=layer.prefix or "lm_head",
+                where=getattr(layer, "prefix", "") or "lm_head",  # vLLM 0.30's layer does not know its name
                 remedy="Keep this model's embedding in 16 bits.",
             )
 
