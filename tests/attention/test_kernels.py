@@ -87,8 +87,8 @@ def test_work_that_another_kernel_takes_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("group", "max_query", "rows"),
-    [(6, 1, (8, 1, 1)), (6, 2, (16, 2, 1)), (6, 8, (64, 8, 1)), (8, 8, (64, 8, 1)), (12, 8, (64, 5, 1)),
-     (71, 4, (64, 1, 2)), (1, 1, (8, 1, 1)), (64, 3, (64, 1, 1))],
+    [(6, 1, (8, 1, 1)), (6, 2, (16, 2, 1)), (6, 8, (32, 5, 1)), (8, 8, (32, 4, 1)), (12, 8, (32, 2, 1)),
+     (71, 4, (32, 1, 3)), (1, 1, (8, 1, 1)), (32, 3, (32, 1, 1)), (33, 1, (32, 1, 2))],
 )  # fmt: skip
 def test_rows(group: int, max_query: int, rows: tuple[int, int, int]) -> None:
     assert rows_of(group, max_query) == rows

@@ -34,7 +34,9 @@ _LONG_WORK = float(1 << 19)
 _INVARIANT_SEGMENTS = 4
 """Few, since the scratch of a large batch has as many parts."""
 _MOST_SEGMENTS = 128
-_PROGRAMS_A_MULTIPROCESSOR = 4
+_WARPS_A_MULTIPROCESSOR = 8
+"""As many as run at once, at 255 registers a thread."""
+_FEW_PROGRAMS = 16
 _FLASH_HEAD_SIZE = 256
 _LONG_QUERY = LONG_QUERY.value
 
@@ -141,14 +143,14 @@ class Int4Attention:
     def decode_config(self, requests: int, max_query: int, device: torch.device) -> Config:
         """How decoding is cut; depends on nothing that changes between replays of a graph."""
         rows, block_q, head_blocks = rows_of(self.group, max_query)
-        shape = self.settings.decode or measured_decode_shape(rows, self.head_size)
+        programs = requests * -(-max_query // block_q) * self.kv_heads * head_blocks
+        shape = self.settings.decode or measured_decode_shape(rows, self.head_size, programs)
         if shape.segments is not None:
             segments = shape.segments
         elif self.settings.batch_invariant:
             segments = _INVARIANT_SEGMENTS
         else:
-            programs = requests * -(-max_query // block_q) * self.kv_heads * head_blocks
-            wanted = _multiprocessors(device) * _PROGRAMS_A_MULTIPROCESSOR / programs
+            wanted = _multiprocessors(device) * _WARPS_A_MULTIPROCESSOR / (shape.warps * programs)
             segments = 1
             while segments < _MOST_SEGMENTS and 2 * segments <= wanted:
                 segments *= 2
@@ -241,14 +243,25 @@ class Int4Attention:
         attend_segments(problem, max_query, config, scratch)
 
 
-def measured_decode_shape(rows: int, head_size: int) -> KernelShape:
-    """The fastest cut of decoding on an H200 (``benchmarks/results/h200/kv.json``)."""
-    warps = 4 if rows <= 16 and head_size <= 256 else 8
-    return KernelShape(None, 128 if head_size <= 256 else 64, warps, None, 6)
+def measured_decode_shape(rows: int, head_size: int, programs: int) -> KernelShape:
+    """The cut of decoding: the fastest on an H200 for heads of 256, and elsewhere what leaves registers unspilled.
+
+    Args:
+        rows: of a program.
+        head_size: D.
+        programs: of a segment.
+    """
+    if head_size > 256:
+        return KernelShape(None, 64, 8, None, 4)
+    if rows > 16:
+        return KernelShape(None, 64, 4, None, 4)
+    if rows == 8 and programs >= _FEW_PROGRAMS:
+        return KernelShape(None, 64, 2, None, 6)
+    return KernelShape(None, 128, 4, None, 4)
 
 
 def measured_prefill_shape(head_size: int) -> KernelShape:
-    """The fastest cut of Triton prefill on an H200 (``benchmarks/results/h200/kv.json``)."""
+    """The cut of Triton prefill: the fastest on an H200 for heads of 256, and half of it for larger ones."""
     return KernelShape(32, 64 if head_size <= 256 else 32, 4, None, 2)
 
 

@@ -93,7 +93,7 @@ class Problem:
         )
 
 
-def rows_of(group: int, max_query: int, most: int = 64) -> tuple[int, int, int]:
+def rows_of(group: int, max_query: int, most: int = 32) -> tuple[int, int, int]:
     """Rows of a program, query tokens in them, programs that share a group's heads."""
     if group > most:
         return most, 1, -(-group // most)

@@ -43,7 +43,7 @@ def parse_decode_shape(text: str) -> KernelShape | None:
         raise ValueError("expected auto, or tile,warps,segments such as 64,4,auto")
     segments = None if parts[2] == "auto" else _power_of_two("segments", parts[2], 16, 128)
     return KernelShape(
-        None, _power_of_two("tile", parts[0], 16, 256), _power_of_two("warps", parts[1], 1, 16), segments, 6
+        None, _power_of_two("tile", parts[0], 16, 256), _power_of_two("warps", parts[1], 1, 16), segments, 4
     )
 
 
