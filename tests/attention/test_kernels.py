@@ -19,7 +19,7 @@ PLAIN = Case((70, 33, 1), (1, 1, 1), 6, 1, 64, 16)
 CASES = [
     PLAIN,
     dataclasses.replace(PLAIN, counts=(2, 3, 1), kv_heads=2, heads=12, head_size=96, padding=4096),
-    dataclasses.replace(PLAIN, heads=71, counts=(1, 2, 1), heads_inside=True),
+    dataclasses.replace(PLAIN, lengths=(33, 20, 1), heads=40, counts=(1, 2, 1), heads_inside=True),
     dataclasses.replace(PLAIN, lengths=(100, 40, 0), counts=(8, 5, 0), heads=2, kv_heads=2, window=17, sinks=True),
     dataclasses.replace(PLAIN, lengths=(150,), counts=(1,), head_size=80, page=528, soft_cap=2.0),
     dataclasses.replace(PLAIN, lengths=(90,), counts=(1,), heads=5, head_size=256, page=48, window=1),
