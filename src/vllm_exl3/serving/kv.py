@@ -208,11 +208,13 @@ def flash_attention() -> FlashAttention | None:
     """vLLM's FlashAttention, 3 on Hopper and 2 elsewhere; None where it does not run."""
     try:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
     except ImportError as error:
         _say_once(f"FlashAttention does not load ({error}): int4 prefill stays on the Triton kernel")
         return None
     version = get_flash_attn_version()
+    if version == 4 and is_fa_version_supported(2):
+        version = 2  # the fourth takes other arguments
     if version not in (2, 3):
         _say_once(f"FlashAttention is version {version}, not 2 or 3: int4 prefill stays on the Triton kernel")
         return None
