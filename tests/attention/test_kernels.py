@@ -10,7 +10,7 @@ from tests.attention.cases import DEVICE, DTYPE, TOLERANCE, Case, build, error, 
 from vllm_exl3.attention.accumulate import accumulate_stretch
 from vllm_exl3.attention.launch import Config, Problem, attend_segments, attend_whole, partial_elements, rows_of
 from vllm_exl3.attention.layout import content_bytes, decode_slots, encode_rows, rotate, unrotate
-from vllm_exl3.attention.reference import gather_slots
+from vllm_exl3.attention.reference import attention_reference, gather_slots
 from vllm_exl3.attention.rotation import rotate_rows
 from vllm_exl3.attention.unpack import unpack_tokens
 from vllm_exl3.attention.write import write_tokens
@@ -110,13 +110,31 @@ def test_many_equal_weights_do_not_drift() -> None:
     case = dataclasses.replace(PLAIN, lengths=(length,), counts=(1,), heads=2, page=64)
     problem, _ = build(case, DEVICE, DTYPE)
     problem.query.mul_(1e-3)
-    from vllm_exl3.attention.reference import attention_reference
-
     expected = attention_reference(
         problem.query.cpu(), problem.cache.cpu(), problem.table.cpu(), [length], [0, 1], problem.scale
     )
     for segments in (1, 16):
         attend(problem, 1, Config(64, 2, segments, 2))
+        assert error(problem.output, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("query_scale", [0.0, 1e-20, 300.0])
+@pytest.mark.parametrize("octaves", [0, 20])
+def test_magnitudes(query_scale: float, octaves: int) -> None:
+    # float16 operands have to be brought to their range: by a power of two for queries, per token for values.
+    case = dataclasses.replace(PLAIN, lengths=(70,), counts=(2,), heads=2)
+    problem, _ = build(case, DEVICE, torch.float32)
+    shifts = torch.randint(-octaves, octaves + 1, problem.cache.shape[:3], generator=torch.Generator().manual_seed(1))
+    words = problem.cache[..., -4:].view(torch.int32)[..., 0]
+    scales = (words & -16).view(torch.float32)
+    usual = (scales > 1e-3) & (scales < 10)  # slots that no request uses hold random bits
+    words.copy_(torch.where(usual, words + shifts.to(words) * (1 << 23), words))
+    problem.query.mul_(query_scale)
+    expected = attention_reference(
+        problem.query.cpu(), problem.cache.cpu(), problem.table.cpu(), [70], [0, 2], problem.scale
+    )
+    for segments in (1, 4):
+        attend(problem, 2, Config(32, 2, segments, 2))
         assert error(problem.output, expected) <= TOLERANCE
 
 
