@@ -45,8 +45,8 @@ MIXED = Case((70, 90, 60, 25, 130), (1, 66, 11, 18, 3), 3, 1, 64, 16)
         (True, True, False, 0),
         (True, False, False, 0),
         (False, True, False, 0),
-        (True, True, True, 0),
-        (True, True, False, 40),
+        pytest.param(True, True, True, 0, marks=pytest.mark.slow),
+        pytest.param(True, True, False, 40, marks=pytest.mark.slow),
     ],
 )
 def test_a_mixed_batch(known: bool, flash: bool, invariant: bool, window: int) -> None:

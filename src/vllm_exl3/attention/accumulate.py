@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_exl3.attention.layout import rotation_block
-from vllm_exl3.attention.rotation import device_signs, hadamard_rows
+from vllm_exl3.attention.rotation import device_signs, unrotate_tile
 
 __all__ = ["accumulate_stretch"]
 
@@ -55,9 +55,7 @@ def _accumulate_kernel(
         if SINKS:
             sink = tl.load(sinks_ptr + head, mask=ok, other=0.0).to(tl.float32)
             x = x * (1.0 / (1.0 + tl.exp(sink - lse)))[:, None]
-        x = tl.reshape(x, (ROWS * PADDED // BLOCK, BLOCK))
-        x = hadamard_rows(x, ROWS * PADDED // BLOCK, BLOCK, LOG_BLOCK)
-        x = tl.reshape(x, (ROWS, PADDED)) * (tl.load(signs_ptr + column % BLOCK) * (1.0 / BLOCK))[None, :]
+        x = unrotate_tile(x, signs_ptr, PADDED, ROWS, BLOCK, LOG_BLOCK)
         out = token.to(tl.int64) * output_stride + head * D
         tl.store(output_ptr + out[:, None] + column[None, :], x.to(output_ptr.dtype.element_ty), mask=inside)
     else:

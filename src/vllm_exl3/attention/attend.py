@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from vllm_exl3.attention.nibbles import centred_nibbles, log2_of_positive, raised_nibbles, reciprocal
-from vllm_exl3.attention.rotation import hadamard_rows
+from vllm_exl3.attention.rotation import hadamard_rows, unrotate_tile
 
-__all__ = ["LOG2_E", "LONG_QUERY", "LOWEST", "attend_kernel", "tile_range", "unrotate_tile"]
+__all__ = ["LOG2_E", "LONG_QUERY", "LOWEST", "attend_kernel", "tile_range"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 """Scores are in binary logarithms: `exp2` is one instruction."""
@@ -92,14 +92,6 @@ def _load_queries(
     q0, q2 = tl.split(even)
     q1, q3 = tl.split(odd)
     return tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3), 1.0 / unit
-
-
-@triton.jit
-def unrotate_tile(x, signs_ptr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr):
-    """Inverse rotation of float32 ``[ROWS, PADDED]``."""
-    x = hadamard_rows(tl.reshape(x, (ROWS * PADDED // BLOCK, BLOCK)), ROWS * PADDED // BLOCK, BLOCK, LOG_BLOCK)
-    signs = tl.load(signs_ptr + tl.arange(0, PADDED) % BLOCK)
-    return tl.reshape(x, (ROWS, PADDED)) * (signs * (1.0 / BLOCK))[None, :]
 
 
 @triton.jit(do_not_specialize=["requests", "segments", "max_query", "middle_context"])

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from vllm_exl3.attention.attend import LOG2_E, LOWEST, tile_range, unrotate_tile
+from vllm_exl3.attention.attend import LOG2_E, LOWEST, tile_range
+from vllm_exl3.attention.rotation import unrotate_tile
 
 __all__ = ["merge_kernel"]
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from vllm_exl3.attention.layout import rotation_block, rotation_signs
 
-__all__ = ["device_signs", "hadamard_rows", "rotate_rows"]
+__all__ = ["device_signs", "hadamard_rows", "rotate_rows", "unrotate_tile"]
 
 
 @functools.cache
@@ -25,6 +25,14 @@ def hadamard_rows(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.cons
         a, b = tl.split(pairs)
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, BLOCK))
     return x
+
+
+@triton.jit
+def unrotate_tile(x, signs_ptr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG_BLOCK: tl.constexpr):
+    """Inverse rotation of float32 ``[ROWS, PADDED]``."""
+    x = hadamard_rows(tl.reshape(x, (ROWS * PADDED // BLOCK, BLOCK)), ROWS * PADDED // BLOCK, BLOCK, LOG_BLOCK)
+    signs = tl.load(signs_ptr + tl.arange(0, PADDED) % BLOCK)
+    return tl.reshape(x, (ROWS, PADDED)) * (signs * (1.0 / BLOCK))[None, :]
 
 
 @triton.jit
