@@ -1,5 +1,7 @@
 """The n-gram op against the numpy codec, bit for bit, for every K, dtype and place of the table."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +113,8 @@ def test_each_distinct_row_is_read_once(tmp_path: Path) -> None:
 
 def test_the_op_writes_what_its_layer_s_table_gives() -> None:
     code, bias, offsets = random_table(4)
-    register_table("layer", table_of(code, bias, offsets))
+    table = table_of(code, bias, offsets)
+    register_table("layer", table)
     ids = torch.tensor([[1, 2], [998, 301]])
     out = torch.empty((2, 2, 160))
     backends.reset_calls()
@@ -119,6 +122,18 @@ def test_the_op_writes_what_its_layer_s_table_gives() -> None:
     assert torch.equal(out, wanted(code, bias, offsets, ids.numpy()).float())
     assert any(op == "ngram" for op, _, _ in backends.calls())
     torch.library.opcheck(torch.ops.vllm.exl3_ngram_lookup_out.default, (ids, out, "layer"))
+
+
+def test_a_table_goes_with_the_layer_that_keeps_it() -> None:
+    table = table_of(*random_table(4))
+    rows = weakref.ref(table.rows)
+    register_table("gone", table)
+    torch.ops.vllm.exl3_ngram_lookup_out(torch.tensor([1]), torch.empty((1, 160)), "gone")
+    del table
+    gc.collect()
+    assert rows() is None
+    with pytest.raises(KeyError, match="gone"):
+        torch.ops.vllm.exl3_ngram_lookup_out(torch.tensor([1]), torch.empty((1, 160)), "gone")
 
 
 def test_pinned_rows_are_ordinary_memory_without_a_gpu() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import REGISTRY, generate_latest
 
 import vllm_exl3
@@ -27,6 +28,7 @@ def test_a_worker_says_the_same_as_its_process() -> None:
         (by_function,) = llm.collective_rpc(worker_diagnostics)
         here = vllm_exl3.runtime_diagnostics()
         assert by_name == by_function == here == json.loads(json.dumps(here))
+        text = generate_latest(REGISTRY).decode()
     assert here["models"][-1]["pack"] == str(PACKS / QWEN)
     assert here["moe_backend"] in ("native", "reference") and here["native_available"] is (
         here["moe_backend"] == "native"
@@ -37,7 +39,6 @@ def test_a_worker_says_the_same_as_its_process() -> None:
     assert set(offload["layers"]) >= {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
     assert here["mixed_k"]["tensor_level_mixed_k_within_layer"] is True
     assert here["environment"]["VLLM_EXL3_REQUIRE_UVA_EXPERTS"] is False
-    text = generate_latest(REGISTRY).decode()
     calls = {
         line.split(" ")[0]: float(line.split(" ")[1])
         for line in text.splitlines()
@@ -57,12 +58,47 @@ def test_counters_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pyt
         content = {"calls": [row, ["moe", "reference", "RoutedExperts", process]], "bytes": {"trellis": 7}}
         (tmp_path / f"{process}.json").write_text(json.dumps({**content, "kv_cache_dtypes": ["fp8"]}))
     (tmp_path / "3.json").write_text("{half of a")
+    (tmp_path / "4.json").write_text((tmp_path / "1.json").read_text())
+    os.utime(tmp_path / "4.json", (1, 1))  # left by a server that ended
     (tmp_path / f"{os.getpid()}.json").write_text("own file, not counted twice")
     found = {metric.name: metric.samples for metric in metrics.Exl3Collector().collect()}
     assert [(s.labels["op"], s.value) for s in found["vllm:exl3_kernel_calls"]] == [("linear", 10), ("moe", 3)]
     assert [(s.labels["op"], s.value) for s in found["vllm:exl3_fallback_calls"]] == [("moe", 3)]
     assert [s.value for s in found["vllm:exl3_weight_bytes"]] == [14]
     assert "fp8" in [s.labels["dtype"] for s in found["vllm:exl3_kv_cache_dtype_info"]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        "null",
+        '{"calls": 1, "bytes": {}, "kv_cache_dtypes": []}',
+        '{"calls": [["linear"]], "bytes": {}, "kv_cache_dtypes": []}',
+        '{"calls": [["linear", "native", "X", "5"]], "bytes": {}, "kv_cache_dtypes": []}',
+        '{"calls": [], "bytes": {"trellis": "much"}, "kv_cache_dtypes": []}',
+        '{"calls": [], "bytes": {}, "kv_cache_dtypes": [3]}',
+    ],
+)
+def test_a_file_of_other_contents_does_not_cost_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_METRICS_FOLDER", str(tmp_path))
+    (tmp_path / "1.json").write_text(content)
+    backends.reset_calls()
+    assert not any(metric.samples for metric in metrics.Exl3Collector().collect() if "calls" in metric.name)
+
+
+def test_a_model_that_is_gone_takes_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = metrics.report.Report()
+    layer = torch.nn.Module()
+    model.add_experts("experts", layer, None)
+    model.bytes["trellis"] = 5
+    monkeypatch.setattr(metrics.report, "_reports", [model])
+    assert metrics.snapshot()["bytes"] == {"trellis": 5}
+    del layer
+    assert metrics.snapshot()["bytes"] == {}
 
 
 WRITER = """
@@ -79,7 +115,7 @@ time.sleep(20)
 
 
 def test_a_process_leaves_its_counters_in_a_folder_that_others_cannot_read(tmp_path: Path) -> None:
-    folder = tmp_path / "counters"
+    folder = tmp_path / "not" / "yet" / "there"
     environment = {**os.environ, "VLLM_EXL3_METRICS_FOLDER": str(folder)}
     process = subprocess.Popen([sys.executable, "-c", WRITER], env=environment)
     try:

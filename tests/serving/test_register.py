@@ -28,6 +28,17 @@ from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.serving import register as register_module
 from vllm_exl3.serving.config import Exl3Config
 
+FOLDERS = (env.CACHE, env.METRICS_FOLDER)
+NUMBERS = (
+    env.NATIVE_MOE_MAX_ROWS,
+    env.NATIVE_MOE_MAX_ROWS_BY_BITS[3],
+    env.GROUPED_PREFILL_MAX_ROWS,
+    env.FUSED_TEMP_ROWS,
+    env.FAT_THRESHOLD,
+    env.RECONSTRUCT_MB,
+    env.NGRAM_CACHE_MIB,
+)
+
 
 def test_importing_the_package_loads_neither_torch_nor_vllm_nor_cuda() -> None:
     code = "import sys, vllm_exl3; assert not {'torch', 'vllm', 'cuda', 'numpy'} & set(sys.modules), sys.modules.keys()"
@@ -199,11 +210,36 @@ def test_each_pipeline_stage_misses_its_own_layers_only(
         config.verify_names()
 
 
-@pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable.parse is not str])
+@pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable not in FOLDERS])
 def test_a_value_that_is_not_taken_stops_before_the_pack_is_opened(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "no such choice")
     with pytest.raises(ValueError, match=f"{name}='no such choice': expected"):
         Exl3Config({}).maybe_update_config("/no/such/pack")
+
+
+@pytest.mark.parametrize("variable", FOLDERS, ids=lambda variable: variable.name)
+@pytest.mark.parametrize("value", ["{file}", "{file}/below", "~no-such-user/folder"])
+def test_a_folder_that_cannot_be_one_stops_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: env.Variable[str], value: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv(variable.name, value.format(file=file))
+    with pytest.raises(ValueError, match=f"{variable.name}='.*': expected"):
+        Exl3Config({}).maybe_update_config("/no/such/pack")
+    monkeypatch.setenv(variable.name, str(tmp_path / "not" / "yet"))
+    assert variable.get() == str(tmp_path / "not" / "yet")
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", str(2**31), "9" * 5000, "²"])
+@pytest.mark.parametrize("variable", NUMBERS, ids=lambda variable: variable.name)
+def test_a_number_that_kernels_cannot_take_stops_too(
+    monkeypatch: pytest.MonkeyPatch, variable: env.Variable[int], value: str
+) -> None:
+    monkeypatch.setenv(variable.name, value)
+    with pytest.raises(ValueError, match=f"{variable.name}='.*': expected a whole number from") as caught:
+        env.validate()
+    assert len(str(caught.value)) < 200
 
 
 def test_a_copy_shares_no_state_with_the_original() -> None:

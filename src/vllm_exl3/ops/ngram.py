@@ -7,6 +7,7 @@ one that published command lines give to ``splitting_ops``. Source: the EXL3 for
 """
 
 import threading
+import weakref
 from typing import Protocol
 
 import torch
@@ -46,12 +47,18 @@ class NgramTable:
         self.bias, self.offsets, self.first_row = bias, offsets, first_row
 
 
-_tables: dict[str, Lookup] = {}
+_tables: weakref.WeakValueDictionary[str, Lookup] = weakref.WeakValueDictionary()
+"""Weak, since a table may hold tens of GiB: it goes with the model that it belongs to."""
 _lock = threading.Lock()
 
 
 def register_table(layer_name: str, lookup: Lookup) -> None:
-    """Let the op find a layer's table; a later engine of this process replaces an earlier one's."""
+    """Let the op find a layer's table; a later engine of this process replaces an earlier one's.
+
+    Args:
+        layer_name: what the op is called with.
+        lookup: must be kept by the layer; nothing here keeps it.
+    """
     with _lock:
         _tables[layer_name] = lookup
 

@@ -8,10 +8,12 @@ The folder's name goes from the front process to the others in their environment
 import atexit
 import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,13 @@ from vllm_exl3.serving import report
 
 __all__ = ["Exl3Collector", "leave_counters", "register_metrics", "snapshot"]
 
+logger = logging.getLogger("vllm.exl3")
+
 _EVERY = 2.0
 """Seconds between two writes of a worker's counters."""
+
+_STALE = 60.0
+"""Seconds after which a file that nobody wrote is of a process that ended, perhaps of an earlier server."""
 
 _FALLBACKS = ("reference", "reconstruct")
 """Backends that serve what no kernel of this package serves here."""
@@ -62,7 +69,8 @@ def snapshot() -> dict[str, Any]:
     """This process's counters, as they are written."""
     memory: dict[str, int] = {}
     for model in report.reports():
-        for kind, nbytes in model.bytes.items():
+        # A copy: another thread may be loading.
+        for kind, nbytes in dict(model.bytes).items() if model.alive else ():
             memory[kind] = memory.get(kind, 0) + nbytes
     return {
         "calls": [[*key, count] for key, count in sorted(backends.calls().items())],
@@ -119,19 +127,42 @@ def _all_snapshots() -> list[dict[str, Any]]:
     folder = env.METRICS_FOLDER.get()
     for path in sorted(Path(folder).glob("*.json")) if folder else ():
         with contextlib.suppress(OSError, ValueError):  # a process that ends takes its file along
-            if path.name != own:
-                found.append(json.loads(path.read_text()))
+            if path.name != own and time.time() - path.stat().st_mtime < _STALE:
+                content = json.loads(path.read_text())
+                if _is_snapshot(content):
+                    found.append(content)
     return found
+
+
+def _is_snapshot(content: Any) -> bool:
+    """Whether a file holds what `snapshot` gives: one of other contents must not cost the server its ``/metrics``."""
+    if not isinstance(content, dict):
+        return False
+    calls, memory, types = (content.get(name) for name in ("calls", "bytes", "kv_cache_dtypes"))
+    return (
+        isinstance(calls, list)
+        and all(isinstance(row, list) and [type(value) for value in row] == [str, str, str, int] for row in calls)
+        and isinstance(memory, dict)
+        and all(type(size) is int for size in memory.values())
+        and isinstance(types, list)
+        and all(type(dtype) is str for dtype in types)
+    )
 
 
 def _write_forever(folder: Path) -> None:
     stop = threading.Event()
     file = folder / f"{os.getpid()}.json"
+    told = False
     while not stop.wait(_EVERY):
-        with contextlib.suppress(OSError):  # the front process removes the folder when it ends
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():
-                return  # somebody else's: temporary folders are shared
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():  # temporary folders are shared
+                logger.warning("vllm-exl3: %s is another user's: /metrics lacks this process's counters", folder)
+                return
             unfinished = file.with_suffix(".part")
             unfinished.write_text(json.dumps(snapshot()))
             unfinished.replace(file)
+        except OSError as error:  # the front process removes the folder when it ends
+            if not told:
+                logger.warning("vllm-exl3: /metrics lacks this process's counters: %s", error)
+            told = True

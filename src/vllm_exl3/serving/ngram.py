@@ -122,6 +122,7 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
             rows = layer.trellis if self.place == "resident" else self._pinned.tensor
             fill(rows, reader, self.first_row)
             lookup = MemoryTable(rows, layer.head_bias, layer.head_offsets, self.first_row)
+        self._lookup = lookup
         register_table(self.name, lookup)
         # The first look-up compiles a GPU's kernel: now, and not while a CUDA graph is captured.
         self.embedding(layer, torch.zeros(1, dtype=torch.int64, device=layer.head_bias.device))

@@ -96,6 +96,11 @@ class Report:
             if (layer := self._built[where]()) is not None:
                 yield where, layer
 
+    @property
+    def alive(self) -> bool:
+        """Whether the model still exists: an engine may end before its process does."""
+        return any(layer() is not None for layer in self._built.values())
+
     def _is_left_out(self, where: str) -> bool:
         """Whether vLLM dropped a built layer before loading: a tower it does not run, a pooling model's head."""
         layer = self._built[where]()
