@@ -19,6 +19,9 @@ All begin with `VLLM_EXL3_`. They are read when they are needed, in every proces
 """
 
 TAIL = """
+vLLM warns of every name that begins with `VLLM_` and is not its own, these included ("Unknown vLLM environment variable
+detected"), and refuses to start under `--fail-on-environ-validation`. Without that flag they take effect all the same.
+
 `VLLM_EXL3_NO_NATIVE=1` while installing from a checkout leaves the CPU kernels out, as on a machine without a C++
 compiler.
 """

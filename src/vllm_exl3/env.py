@@ -273,6 +273,8 @@ METRICS_FOLDER = Variable(
     _folder,
     "Folder where the processes that run models leave their counters for /metrics; empty means a folder of the "
     "server's own, which it removes when it ends.",
+    # How a server tells its workers: vLLM warns of unknown names that begin with VLLM_, or refuses to start.
+    aliases=("EXL3_METRICS_FOLDER",),
 )
 
 CACHE = Variable(

@@ -45,7 +45,7 @@ def register_metrics() -> None:
     """Add the collector to the registry, and name the folder that other processes of this engine write to."""
     if not env.METRICS_FOLDER.get():
         folder = Path(tempfile.gettempdir()) / f"vllm-exl3-{os.getpid()}-{os.urandom(4).hex()}"
-        os.environ[env.METRICS_FOLDER.name] = str(folder)
+        os.environ[env.METRICS_FOLDER.aliases[0]] = str(folder)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     REGISTRY.register(Exl3Collector())
 
