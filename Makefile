@@ -18,7 +18,7 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-versions lint format typecheck quick wheels docs setup clean distclean
+.PHONY: help demo test test-all test-versions lint format quick wheels docs setup clean distclean
 
 help:
 	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
