@@ -140,3 +140,22 @@ def test_the_op_s_schema_and_fake_are_right(kind: str | int) -> None:
         table, scales = quantize_rows(np.ones((9, 576), np.float32), int(kind))
     arguments = (torch.tensor([[1, 2]]), torch.from_numpy(table), torch.from_numpy(scales), 576, torch.bfloat16)
     torch.library.opcheck(torch.ops.vllm_exl3.embedding.default, arguments)
+
+
+@pytest.mark.parametrize("width", [0, 299, 301, 302, 600])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_width_that_is_not_the_table_s_reads_nothing(bits: int, width: int) -> None:
+    table, scales = quantize_rows(np.ones((5, 300), np.float32), bits)
+    if bits == 4 and width == 299:
+        return  # its rows take as many bytes
+    with pytest.raises(ValueError, match=f"width {width}: found a table"):
+        lookup(torch.tensor([4]), table, scales, width)
+    with pytest.raises(ValueError, match="expected rows and scales of that width"):
+        lookup(torch.tensor([4]), table, scales[:4], 300)
+
+
+@pytest.mark.parametrize("width", [0, 256, 513, 5000])
+def test_a_width_that_is_not_the_row_code_s_reads_nothing(width: int) -> None:
+    table, signs = random_rings(5, 300, 4)
+    with pytest.raises(ValueError, match=f"width {width}: found a table"):
+        lookup(torch.tensor([4]), table, signs, width)

@@ -37,11 +37,28 @@ def embedding(
 
     Returns:
         ``[*ids.shape, width]``. A row code is rounded to float16 first, as the format defines it.
+
+    Raises:
+        ValueError: the table or the scales are not of this width: kernels would read beyond them.
     """
+    _check_shapes(table, scales, width)
     backend = backends.select("embedding", table.device.type, embedding_reference).backend
     backends.count_call("embedding", backend.name, "VocabParallelEmbedding")
     rows: torch.Tensor = backend.function(ids, table, scales, width, dtype)
     return rows
+
+
+def _check_shapes(table: torch.Tensor, scales: torch.Tensor, width: int) -> None:
+    if table.dtype == torch.int16:
+        fits = tuple(scales.shape) == (-(-width // RING_GROUP), RING_GROUP) and table.shape[1] % scales.shape[0] == 0
+    else:
+        columns, groups = (width, 1) if table.dtype == torch.int8 else (-(-width // 2), -(-width // SCALE_GROUP))
+        fits = table.shape[1] == columns and tuple(scales.shape) == (table.shape[0], groups)
+    if width < 1 or not fits:
+        raise ValueError(
+            f"width {width}: found a table {table.dtype} {list(table.shape)} with scales {list(scales.shape)}, "
+            "expected rows and scales of that width"
+        )
 
 
 def embedding_reference(
