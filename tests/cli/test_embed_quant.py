@@ -137,6 +137,23 @@ def test_symbolic_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     assert not any(path.is_symlink() for path in (tmp_path / "target").iterdir())
 
 
+def test_a_target_inside_the_source_is_refused(tmp_path: Path) -> None:
+    source = plain(tmp_path / "source")
+    before = sorted(source.rglob("*"))
+    for target in (source / "new", source / "deep" / "er", tmp_path / "other" / ".." / "source" / "new"):
+        with pytest.raises(Exl3PackError, match="inside the source"):
+            quantize_embedding(source, target, 8)
+    assert sorted(source.rglob("*")) == before
+
+
+def test_pipes_in_the_folder_are_not_waited_for(tmp_path: Path) -> None:
+    source = plain(tmp_path / "source")
+    for name in ("more.safetensors", "pipe"):
+        os.mkfifo(source / name)
+    quantize_embedding(source, tmp_path / "target", 8, copy=True)
+    assert not any(path.is_fifo() for path in (tmp_path / "target").iterdir())
+
+
 def test_an_existing_target_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     result = CliRunner().invoke(

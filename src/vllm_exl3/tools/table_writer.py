@@ -84,11 +84,13 @@ def quantize_embedding(
         progress: called while rows are written and verified.
 
     Raises:
-        Exl3PackError: ``target`` exists, or ``source`` has no 16-bit table that can be replaced.
+        Exl3PackError: ``target`` exists or lies inside ``source``, which may also have no 16-bit table.
         ValueError: the table holds NaN or infinity.
     """
     if target.exists() or target.is_symlink():
         raise _fault("an existing folder or file", "a name that is free", str(target), "Choose another, or remove it.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise _fault("a folder inside the source", "one beside it", str(target), "Choose a folder elsewhere.")
     headers = _headers(source)
     table = _find_table(headers, source, module)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,7 @@ def quantize_embedding(
 
 def _headers(source: Path) -> dict[str, FileHeader]:
     headers = {}
-    for path in sorted(source.glob("*.safetensors")):
+    for path in sorted(filter(Path.is_file, source.glob("*.safetensors"))):
         with path.open("rb") as file:
             headers[path.name] = read_header(path.name, path.stat().st_size, partial(_read_range, file))
     if not headers:
@@ -278,7 +280,7 @@ def _bring_the_rest(source: Path, folder: Path, rewritten: set[str], copy: bool)
         name = path.relative_to(source)
         if path.is_dir():
             (folder / name).mkdir(exist_ok=True)
-        elif str(name) not in rewritten:
+        elif path.is_file() and str(name) not in rewritten:
             _link_or_copy(path.resolve(), folder / name, copy)
 
 
