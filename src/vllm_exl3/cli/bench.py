@@ -30,27 +30,43 @@ def linear(
     import torch
 
     from vllm_exl3.cuda.backend import unavailable
-
-    if (reason := unavailable()) is not None:
-        typer.echo(f"The CUDA kernels cannot run here: {reason}", err=True)
-        raise typer.Exit(1)
-    from vllm_exl3.cuda.timing import cublas_us, limit_us, linear_us
-    from vllm_exl3.pack.stored import Codebook
+    from vllm_exl3.pack.stored import HALF_BITS, Codebook
 
     code = next((book for book in Codebook if book.label == codebook), None)
     if code is None:
         raise typer.BadParameter(f"codebook: {codebook} is none of {', '.join(book.label for book in Codebook)}")
+    rates, counts = bits or [4.0], rows or [1, 4, 16, 64]
+    if wrong := [rate for rate in rates if 2 * rate not in HALF_BITS or (rate % 1 and code != Codebook.MUL1)]:
+        raise typer.BadParameter(f"{wrong[0]:g}: {codebook} has no such K", param_hint="--bits")
+    if min(counts) < 1:
+        raise typer.BadParameter(f"{min(counts)}: expected at least 1", param_hint="--rows")
+    sizes = [_size(text) for text in shape or ["4096x4096", "4096x14336", "14336x4096"]]
+    if (reason := unavailable()) is not None:
+        typer.echo(f"The CUDA kernels cannot run here: {reason}", err=True)
+        raise typer.Exit(1)
+    from vllm_exl3.cuda.timing import cublas_us, limit_us, linear_us
+
     typer.echo(f"{torch.cuda.get_device_name()}   µs a linear; limit: bytes over bandwidth or instructions")
-    for text in shape or ["4096x4096", "4096x14336", "14336x4096"]:
-        width, _, height = text.partition("x")
-        if not (width.isdecimal() and height.isdecimal()):
-            raise typer.BadParameter(f"{text}: expected in and out, such as 4096x14336", param_hint="--shape")
-        size = int(width), int(height)
-        for count in rows or [1, 4, 16, 64]:
+    for size in sizes:
+        text = f"{size[0]}x{size[1]}"
+        for count in counts:
             dense = cublas_us(size, count)
-            for rate in bits or [4.0]:
+            for rate in rates:
                 us = linear_us(size, round(2 * rate), code, count)
                 typer.echo(
                     f"{text:>12s} {codebook} K={rate:<4g} M={count:<4d} {us:8.2f}  "
                     f"limit {limit_us(size, round(2 * rate)):7.2f}  cuBLAS bf16 {dense:8.2f}  {dense / us:.2f}×"
                 )
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Input and output channels of ``in×out``, which EXL3 stores in blocks."""
+    from vllm_exl3.pack.stored import BLOCK
+
+    width, _, height = text.partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise typer.BadParameter(f"{text}: expected in and out, such as 4096x14336", param_hint="--shape")
+    size = int(width), int(height)
+    if any(side < BLOCK or side % BLOCK for side in size):
+        raise typer.BadParameter(f"{text}: expected multiples of {BLOCK}", param_hint="--shape")
+    return size

@@ -17,13 +17,15 @@ _Row = tuple[str, str | None, Callable[[], tuple[float, float]]]
 
 def kv(
     contexts: Annotated[str, typer.Option(help="Tokens in the cache, with commas between.")] = "32768,131072,262144",
-    q_heads: Annotated[int, typer.Option(help="Query heads.")] = 24,
-    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 4,
-    head_size: Annotated[int, typer.Option(help="Of keys and values.")] = 256,
-    block_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
-    mtp: Annotated[int, typer.Option(help="Draft tokens: decoding has this many query tokens more than one.")] = 0,
+    q_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 24,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 4,
+    head_size: Annotated[int, typer.Option(min=8, help="Of keys and values.")] = 256,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens a page.")] = 16,
+    mtp: Annotated[
+        int, typer.Option(min=0, max=7, help="Draft tokens: decoding has this many tokens more than one.")
+    ] = 0,
     decode: Annotated[str, typer.Option(help="Cuts to time, such as 64,4,16:64,4,32, or auto.")] = "auto",
-    batch: Annotated[int, typer.Option(help="Requests.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
 ) -> None:
     """Time one layer's decoding and a prefill chunk of 1024 tokens, each with its error against float64."""
     import torch
@@ -35,6 +37,12 @@ def kv(
         cuts = [(text, parse_decode_shape(text)) for text in decode.split(":")]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if min(lengths) < 1 + mtp:
+        raise typer.BadParameter(f"{min(lengths)} tokens, fewer than are decoded", param_hint="--contexts")
+    if q_heads % kv_heads or head_size % 8:
+        raise typer.BadParameter(
+            f"{q_heads} query and {kv_heads} KV heads of {head_size}: expected a multiple of the KV heads, and of 8"
+        )
     if not torch.cuda.is_available():
         typer.echo("The int4 attention cannot be timed here: torch sees no CUDA GPU", err=True)
         raise typer.Exit(1)
