@@ -2,6 +2,8 @@
 
 import gc
 import sys
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -73,3 +75,28 @@ def test_tensors_that_move_get_new_layers_and_dropped_ones_leave() -> None:
     _Layer.made = []
     gc.collect()
     assert not exllamav3._layers
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise OSError('libcudart.so.12: cannot open')", "exllamav3 cannot be imported (OSError: libcudart"),
+        ("import no_such_module", "exllamav3 cannot be imported (ModuleNotFoundError"),
+        (None, "exllamav3 is not installed"),
+    ],
+)
+def test_a_package_that_does_not_import_is_a_reason_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, reason: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "exllamav3"]:
+        monkeypatch.delitem(sys.modules, name)
+    if source is not None:
+        (tmp_path / "exllamav3").mkdir()
+        (tmp_path / "exllamav3" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def not_a_distribution(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_a_distribution)
+    assert (exllamav3.unavailable() or "").startswith(reason)

@@ -27,8 +27,12 @@ def unavailable() -> str | None:
     except PackageNotFoundError:
         try:
             from exllamav3.version import __version__ as found  # type: ignore[import-not-found, no-redef]
-        except ImportError:
-            return "exllamav3 is not installed"
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "exllamav3":
+                return "exllamav3 is not installed"
+            return f"exllamav3 cannot be imported ({type(error).__name__}: {error})"
+        except Exception as error:  # its package loads its extension, which fails in many ways
+            return f"exllamav3 cannot be imported ({type(error).__name__}: {error})"
     if found not in VERSIONS:
         return f"exllamav3 {found} is installed, {' or '.join(VERSIONS)} is needed"
     try:
