@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
-from vllm_exl3.cuda.moe import checked_address, instances
+from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
 from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, forms, plan_moe
@@ -214,3 +214,12 @@ def test_tensors_that_kernels_would_misread_are_refused() -> None:
     for wrong in (words.float(), words[1:33], words[::2]):
         with pytest.raises(ValueError, match=r"trellis of the experts: found .* expected contiguous torch\.int16"):
             checked_address("trellis", wrong, torch.int16)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(26_000, 1024), (1024, 32_768)])
+def test_experts_too_wide_for_a_gpu_are_refused_while_loading(hidden: int, intermediate: int) -> None:
+    layer = Layer(((0, 8, Codebook.MUL1), (1, 8, Codebook.MUL1), (2, 8, Codebook.MUL1)), 8, 8, 1, hidden, intermediate)
+    with pytest.raises(ValueError, match="bytes of shared memory in a block of this GPU "):
+        check_shared(layer, typical_limits("sm_86"))
+    check_shared(layer, typical_limits("sm_90a"))
+    check_shared(Layer(layer.kinds, 8, 8, 1, 8192, 16_384), typical_limits("sm_86"))

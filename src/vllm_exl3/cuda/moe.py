@@ -190,14 +190,37 @@ def prepare(layers: Iterable[tuple[tuple[int, ...], int, int, int, int]], device
         layers: each layer's kinds (as the op takes them), experts on this rank and in the model, hidden and
             intermediate channels.
         device: the CUDA device.
+
+    Raises:
+        ValueError: the GPU's blocks have too little shared memory for a layer.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     ready = runtime.device(index)
     wanted = []
     for kinds, experts, total, hidden, intermediate in layers:
         layer = Layer(_triples(kinds), experts, total, 1, hidden, intermediate)
+        check_shared(layer, ready.limits)
         wanted += instances(layer, ready.limits)
     ready.prepare(wanted)
+
+
+def check_shared(layer: Layer, limits: GpuLimits) -> None:
+    """Refuse a layer whose rows do not fit a block's shared memory, rather than fail in a request.
+
+    Raises:
+        ValueError: naming the widths and the bytes.
+    """
+    for form in moe_dispatch.every_form(layer, limits):
+        plan = plan_moe(layer, 1, form, 0, limits)
+        grouped = plan.group_shared if plan.route is not None else (None, None)
+        needed = max((rows for rows, group in zip(plan.rows_shared, grouped, strict=True) if group is None), default=0)
+        if needed > limits.shared_memory:
+            raise ValueError(
+                f"routed experts of {layer.hidden} and {layer.intermediate} channels, {layer.experts} of them: found "
+                f"{limits.shared_memory} bytes of shared memory in a block of this GPU ({limits.architecture}), "
+                f"expected {needed}. Use tensor parallelism, which divides the second width, or "
+                "VLLM_EXL3_MOE_KERNEL=reference."
+            )
 
 
 def _triples(kinds: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
