@@ -71,6 +71,44 @@ def serve_line() -> str:
     )
 
 
+def prefill_line() -> str:
+    """Prompts: linears of many tokens beside cuBLAS, in the same run."""
+    rows = load("h200/prefill.json")["rows"]
+    dense = {(row["in"], row["out"], row["m"]): row["us"] for row in rows if row["kernel"] == "cublas_bf16"}
+    texts = []
+    for low, high in ((128, 512), (1024, 8192)):
+        ratios = [
+            dense[row["in"], row["out"], row["m"]] / row["us"]
+            for row in rows
+            if row["kernel"] == "native" and (row["bits"], row["codebook"]) == (4, "mul1") and low <= row["m"] <= high
+            and (row["in"], row["out"], row["m"]) in dense
+        ]  # fmt: skip
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        texts.append(f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) at {low} to {high} tokens")
+    return _wrapped(
+        "Prompts on the same GPU: linears of five shapes at 4 bits run at this speed relative to cuBLAS in bf16, "
+        f"geometric mean and range: {'; '.join(texts)} (`benchmarks/results/h200/prefill.json`)."
+    )
+
+
+def moe_line() -> str:
+    """Routed experts beside vLLM's own in 16 bits."""
+    rows = load("h200/moe.json")["rows"]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows if row["kernel"] == "vllm_bf16"))
+    times: dict[tuple[str, str, int], float] = {}
+    for row in rows:
+        cell = (row["kernel"], row["shape"], row["m"])
+        times[cell] = min(row["us"], times.get(cell, math.inf))
+    texts = []
+    for tokens in (1, 8, 64, 512, 8192):
+        ratios = [times["vllm_bf16", shape, tokens] / times["native", shape, tokens] for shape in shapes]
+        texts.append(f"{min(ratios):.1f} to {max(ratios):.1f} at {tokens}")
+    return _wrapped(
+        f"Routed experts on the same GPU ({'; '.join(shapes)}) run at this speed relative to vLLM's own in bf16: "
+        f"{', '.join(texts)} tokens (`benchmarks/results/h200/moe.json`)."
+    )
+
+
 def cpu_line() -> str:
     """One linear on the CPU beside torch's 16-bit one, how near logits are to exllamav3's, and memory."""
     results = load("cpu/cpu_linear.json")
@@ -173,7 +211,7 @@ def linear_tables() -> str:
 
 def readme_part() -> str:
     """The measured part of README.md."""
-    return "\n".join((gpu_table(), serve_line(), cpu_line(), demo_line()))
+    return "\n".join((gpu_table(), prefill_line(), moe_line(), serve_line(), cpu_line(), demo_line()))
 
 
 PAGES: dict[str, Callable[[], str]] = {"README.md": readme_part, "docs/kernels-gpu.md": linear_tables}
