@@ -22,9 +22,11 @@ def reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # vLLM's CPU platform preloads OpenMP into every process that is started after it was imported.
+    inherited = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
+        env={**inherited, "PYTHONPATH": paths, **environment},
         capture_output=True,
         text=True,
         check=False,
