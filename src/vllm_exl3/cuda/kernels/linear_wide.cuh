@@ -8,6 +8,7 @@
 // Units stream through a ring in shared memory, one for all warps that take the same units. While a warpgroup decodes, the
 // others' products run, and its own of the unit before.
 #pragma once
+#include "barrier.cuh"
 #include "fragments.cuh"
 #include "pipeline.cuh"
 #include "store.cuh"
@@ -17,22 +18,6 @@ constexpr int WIDE_THREADS = 512;
 constexpr int PAIR_THREADS = WIDE_THREADS / 2;
 constexpr int PAIR_WARPS = PAIR_THREADS / 32;
 constexpr u32 OUTPUT_PITCH = STRIP + 4;
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred arrived;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared.b64 arrived, [%0], %1;\n"
-        "@!arrived bra again;\n"
-        "}\n" ::"r"(barrier), "r"(phase) : "memory");
-}
 
 // The block's ring of units.
 struct WideRing {
@@ -60,15 +45,15 @@ struct WideProducer {
     __device__ __forceinline__ void fetch(const WideRing& ring) const {
         const u32 barrier = ring.full + 8 * filled, target = ring.base + filled * ring.stride;
         const u32 pitch = ring.strip_halves * cursor.row_bytes + ROW_PAD;
-        if (!Ring::elect_lane()) return;
+        if (!one_lane()) return;
         if (WEIGHTS) {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                          ::"r"(barrier), "r"(4 * cursor.strip_bytes + cursor.activation_bytes) : "memory");
 #pragma unroll
             for (int row = 0; row < 4; ++row)
-                Ring::bulk_copy(target + row * pitch, cursor.weights + static_cast<u64>(row) * cursor.pitch, cursor.strip_bytes, barrier);
+                copy_to_shared(target + row * pitch, cursor.weights + static_cast<u64>(row) * cursor.pitch, cursor.strip_bytes, barrier);
         }
-        if (ACTIVATIONS) Ring::bulk_copy(target + ring.weight_bytes, cursor.activations, cursor.activation_bytes, barrier);
+        if (ACTIVATIONS) copy_to_shared(target + ring.weight_bytes, cursor.activations, cursor.activation_bytes, barrier);
     }
 };
 
@@ -94,12 +79,12 @@ struct WideBlock {
             --held;
         } else if (warp == 0) {
             if (producer.cursor.valid()) {
-                barrier_wait(ring.empty + 8 * producer.filled, producer.phase);
+                mbarrier_wait(ring.empty + 8 * producer.filled, producer.phase);
                 producer.template fetch<true, true>(ring);
             }
             producer.next(args, ring);
         }
-        barrier_wait(ring.full + 8 * ring.slot, ring.phase);
+        mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
     }
 };
 
@@ -146,7 +131,7 @@ __device__ __forceinline__ void run_wide_segment(WideBlock& block, const WideSeg
             decode_unit<K, SPLIT_K>(next, block);
         }
         warpgroup_wait();
-        if (block.lane == 0) barrier_arrive(empty);
+        if (block.lane == 0) mbarrier_arrive(empty);
         return more;
     };
     if (block.unit < segment_end) {
@@ -188,8 +173,8 @@ __device__ __forceinline__ void linear_wide(const LinearArgs& args) {
     ring.base = ring.stage = shared_address(memory) + staging_at + staging_bytes<TOKENS, SPLIT_K>() + group * ring.stages * ring.stride;
     ring.slot = 0, ring.phase = 0;
     if (block.warp == 0 && lane == 0) {
-        for (u32 i = 0; i < ring.stages; ++i) barrier_init(ring.full + 8 * i, 1), barrier_init(ring.empty + 8 * i, group_warps);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (u32 i = 0; i < ring.stages; ++i) mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, group_warps);
+        mbarrier_init_visible();
     }
     __syncthreads();
 

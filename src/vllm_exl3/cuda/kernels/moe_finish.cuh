@@ -69,7 +69,7 @@ __device__ __forceinline__ void finish_rows(float (&sums)[ROWS / 2], const Pair&
         for (int j = 0; j < 4; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[j][i] += constant;
-        hadamard_others(v, lane);
+        hadamard128_rest(v, lane);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32 channel = first_channel + 32 * j;

@@ -1,4 +1,4 @@
-// Where the wide kernel's units lie in memory, and the copies that bring them to its rings.
+// Where the wide kernel's units lie in memory.
 #pragma once
 #include "problem.cuh"
 
@@ -42,19 +42,5 @@ struct Cursor {
         } else if (valid()) {
             seek(args);
         }
-    }
-};
-
-// Bulk copies into a ring's slots.
-struct Ring {
-    // One lane of the warp, in the form that lets the compiler issue bulk copies without looping over lanes.
-    static __device__ __forceinline__ bool elect_lane() {
-        u32 elected;
-        asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));
-        return elected != 0;
-    }
-    static __device__ __forceinline__ void bulk_copy(u32 target, const u8* source, u32 bytes, u32 barrier) {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
     }
 };

@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4],
 template <class K, int PAIRS>
 __device__ __forceinline__ void load_unit(u32 (&words)[K::Window::words], const PrefillBlock& block) {
     constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = PAIRS * 8 * tile_bytes + WEIGHT_PAD;
-    load_words<K::half_bits>(words, SharedRow{block.ring.at + (block.lane & 3) * row_bytes + (PAIR_WARPS * block.pair + block.warp) * tile_bytes},
+    load_words<K::half_bits>(words, SharedWords{block.ring.at + (block.lane & 3) * row_bytes + (PAIR_WARPS * block.pair + block.warp) * tile_bytes},
                              block.lane);
 }
 
@@ -144,25 +144,25 @@ __device__ __forceinline__ void consume(PrefillBlock& block, const PrefillSegmen
     fetch_scales<S>(block, segment);
     mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
     load_unit<K, S::PAIRS>(words, block);
-    decode_product<K, 0>(even, words);
+    decode_step<K, 0>(even, words);
     u32 before = 0;  // the empty barrier of the unit before, whose last product is still in flight
     for (u32 left = segment.end - segment.begin; left != 0; --left) {
         // In a cluster a shared address names its block above bit 24, where a descriptor has other things.
         const u32 b = u32(matrix_descriptor<TOKENS * 16>((ring.at + block.args.weight_bytes) & 0x3ffff));
         multiply<TOKENS>(sums, even, b, words);
         if (before) release<S::CLUSTER>(before, block.lane);
-        decode_product<K, 1>(odd, words);
+        decode_step<K, 1>(odd, words);
         multiply<TOKENS>(sums, odd, b + 2 * TOKENS, words);
-        decode_product<K, 2>(even, words);
+        decode_step<K, 2>(even, words);
         multiply<TOKENS>(sums, even, b + 4 * TOKENS, words);
-        decode_product<K, 3>(odd, words);
+        decode_step<K, 3>(odd, words);
         before = ring.empty + 8 * ring.slot;
         ring.next();
         // Behind the last unit this reads a slot that holds nothing of interest, and nobody uses it.
         if (left > 1) mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
         load_unit<K, S::PAIRS>(words, block);
         multiply<TOKENS>(sums, odd, b + 6 * TOKENS, words);
-        decode_product<K, 0>(even, words);
+        decode_step<K, 0>(even, words);
     }
     warpgroup_wait();
     release<S::CLUSTER>(before, block.lane);

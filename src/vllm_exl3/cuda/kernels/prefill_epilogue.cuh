@@ -68,29 +68,6 @@ __device__ __forceinline__ bool add_clusters(float (&sums)[S::TOKENS / 2], Block
     return true;
 }
 
-// A lane's part of a token: channels 4·(lane & 7) + 32·j + 0..3 for j = 0..3. H128 over all but the channel's bit 3, which the
-// accumulators' own layout serves before.
-__device__ __forceinline__ void hadamard_rest(float (&v)[4][4], int lane) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const float a = v[j][0] + v[j][1], b = v[j][0] - v[j][1], c = v[j][2] + v[j][3], d = v[j][2] - v[j][3];
-        v[j][0] = a + c, v[j][1] = b + d, v[j][2] = a - c, v[j][3] = b - d;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float a = v[0][i] + v[1][i], b = v[0][i] - v[1][i], c = v[2][i] + v[3][i], d = v[2][i] - v[3][i];
-        v[0][i] = a + c, v[1][i] = b + d, v[2][i] = a - c, v[3][i] = b - d;
-    }
-#pragma unroll
-    for (int step = 1; step <= 4; step *= 4) {  // channel bits 2 and 4
-        const float sign = lane & step ? -1.0f : 1.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[j][i] = fmaf(sign, v[j][i], __shfl_xor_sync(0xffffffffu, v[j][i], step));
-    }
-}
-
 template <int OFFSET>
 __device__ __forceinline__ void store_shared(u32 address, float value) {
     asm volatile("st.shared.f32 [%0 + %1], %2;" ::"r"(address), "n"(4 * OFFSET), "f"(value) : "memory");
@@ -206,7 +183,7 @@ __device__ __forceinline__ void finish_tile(float (&sums)[S::TOKENS / 2], Block&
                 v[i][j][0] = values.x, v[i][j][1] = values.y, v[i][j][2] = values.z, v[i][j][3] = values.w;
             }
 #pragma unroll
-        for (u32 i = 0; i < at_once; ++i) hadamard_rest(v[i], lane);
+        for (u32 i = 0; i < at_once; ++i) hadamard128_rest(v[i], lane);
         float scales[at_once];
 #pragma unroll
         for (u32 i = 0; i < at_once; ++i) scales[i] = staging.undo[(first + i) * CHUNK + token] * HADAMARD_SCALE;

@@ -54,7 +54,7 @@ struct MmaSource {
 template <class K, int TOKENS, int I>
 __device__ __forceinline__ void multiply_mma(float (&sums)[TOKENS / 2], const u32 (&words)[K::Window::words], u32 activations, int lane) {
     u32 a[4];
-    decode_product<K, I>(a, words);
+    decode_step<K, I>(a, words);
     // Lane l gives the address of row l & 7 of matrix l >> 3: of two groups of 8 tokens both halves of k.
     const u32 from = activations + ((2 * I + (lane >> 3 & 1)) * TOKENS + (lane >> 4) * 8 + (lane & 7)) * 16;
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_segment(MmaBlock& block, const PrefillS
         const u32 at = block.ring + slot * block.stride, activations = at + args.weight_bytes;
         slot = slot + 1 == args.stages ? 0 : slot + 1;
         u32 words[K::Window::words];
-        load_words<K::half_bits>(words, SharedRow{at + (block.lane & 3) * MmaSource<K, S>::row_bytes + block.warp * tile_bytes}, block.lane);
+        load_words<K::half_bits>(words, SharedWords{at + (block.lane & 3) * MmaSource<K, S>::row_bytes + block.warp * tile_bytes}, block.lane);
         multiply_mma<K, S::TOKENS, 0>(sums, words, activations, block.lane);
         multiply_mma<K, S::TOKENS, 1>(sums, words, activations, block.lane);
         multiply_mma<K, S::TOKENS, 2>(sums, words, activations, block.lane);
