@@ -7,6 +7,7 @@ import torch
 
 from vllm_exl3.cuda import exllamav3_rows, runtime
 from vllm_exl3.cuda.backend import unavailable
+from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.ops.backends import Backend, register_backend
 from vllm_exl3.ops.ngram import NgramTable
@@ -16,7 +17,6 @@ from vllm_exl3.pack.assemble import RING_GROUP, RING_NGRAM
 
 __all__ = ["EmbeddingArgs", "embedding", "every_instance", "instance_for", "ngram", "ngram_instance", "pack_instances"]
 
-_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _THREADS = 128
 _WARPS = _THREADS // 32
 _INT8, _INT4, _CODED, _NGRAM = range(4)
@@ -97,8 +97,8 @@ def embedding(
         return out
     arguments = _arguments(flat, table, scales, out, width)
     arguments.groups = groups
-    if scales.dtype in _ELEMENTS:
-        arguments.scale_type = _ELEMENTS[scales.dtype]
+    if scales.dtype in ELEMENTS:
+        arguments.scale_type = ELEMENTS[scales.dtype]
     instance = instance_for(table, groups, width)
     if integers:
         columns = _VECTOR if width % _VECTOR == 0 else 1
@@ -156,7 +156,7 @@ def _arguments(
         rows=table.shape[0],
         width=width,
         narrow_ids=ids.dtype == torch.int32,
-        out_type=_ELEMENTS[out.dtype],
+        out_type=ELEMENTS[out.dtype],
     )
 
 

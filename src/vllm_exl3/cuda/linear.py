@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vllm_exl3.cuda import dispatch, prefill, runtime
+from vllm_exl3.cuda.binding import ELEMENTS, bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan, ShardArgs
 from vllm_exl3.cuda.narrow import Cut, plan_narrow
@@ -16,7 +17,6 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["dequantize", "instances", "linear", "prepare"]
 
-_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _DEQUANTIZE_THREADS = 256
 _DEQUANTIZE_SHARED = BLOCK * (BLOCK + 1) * 4
 _WINDOW_BYTES = 32 << 20
@@ -170,18 +170,7 @@ def _launch(
         arguments.counters = device.counters(stream, plan.counters)
     elif plan.transform is None:  # which would clear them
         scratch[plan.scratch_parts["counters"] :].zero_()
-    base = scratch.data_ptr()
-    for name, offset in plan.scratch_parts.items():
-        setattr(arguments, name, base + offset)
-    trellis_at, suh_at, svh_at = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
-    for shard, offsets in zip(arguments.shards, plan.offsets, strict=False):
-        shard.trellis = trellis_at + 2 * offsets.trellis
-        shard.suh = suh_at + 2 * offsets.suh
-        shard.svh = svh_at + 2 * offsets.svh
-    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), x.stride(0), _ELEMENTS[x.dtype]
-    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _ELEMENTS[out.dtype]
-    if bias is not None:
-        arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
+    bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
     dependent = device.limits.dependent_launch
     if plan.transform is not None:
         device.kernel(plan.transform.instance).launch(
@@ -278,7 +267,7 @@ def dequantize(
         scalars = [
             ctypes.c_uint64(out.data_ptr()),
             ctypes.c_int64(out.stride(0)),
-            ctypes.c_uint32(_ELEMENTS[dtype]),
+            ctypes.c_uint32(ELEMENTS[dtype]),
             ctypes.c_uint32(rotated),
         ]
         grid = (shard.out_features // BLOCK, shard.in_features // BLOCK)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vllm_exl3.cuda import dispatch, moe_dispatch, runtime
+from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm
@@ -31,7 +32,6 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["instances", "moe", "prepare"]
 
-_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _LEAVES = {"trellis": torch.int16, "suh": torch.float16, "svh": torch.float16, "bias": torch.float32}
 
 _COMBINE_CHANNELS = 1024
@@ -90,8 +90,8 @@ def moe(
         expert_map=0 if local is None else local.data_ptr(),
         x_stride=x.stride(0),
         out_stride=out.stride(0),
-        x_type=_ELEMENTS[x.dtype],
-        out_type=_ELEMENTS[x.dtype],
+        x_type=ELEMENTS[x.dtype],
+        out_type=ELEMENTS[x.dtype],
         wide_ids=int(ids.dtype == torch.int64),
         weight_on_input=int(apply_router_weight_on_input),
         activation=ACTIVATION_KINDS.index(activation),

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from vllm_exl3.cuda import dispatch, runtime
+from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits
 from vllm_exl3.cuda.prefill_plan import MMA_TILES, ROWS, TILES, TRANSFORM, PrefillArgs, PrefillPlan, plan_prefill
@@ -13,7 +14,6 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["instances", "prefill", "serves", "window_rows"]
 
-_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _ROW_THREADS = _TRANSFORM_THREADS = 256
 _LARGE_UNITS = 80
 """Units of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
@@ -101,18 +101,7 @@ def _launch(
     stream = torch.cuda.current_stream(x.device).cuda_stream
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
-    base = scratch.data_ptr()
-    for name, offset in plan.scratch_parts.items():
-        setattr(arguments, name, base + offset)
-    trellis_at, suh_at, svh_at = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
-    for shard, offsets in zip(arguments.shards, plan.offsets, strict=False):
-        shard.trellis = trellis_at + 2 * offsets.trellis
-        shard.suh = suh_at + 2 * offsets.suh
-        shard.svh = svh_at + 2 * offsets.svh
-    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), x.stride(0), _ELEMENTS[x.dtype]
-    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _ELEMENTS[out.dtype]
-    if bias is not None:
-        arguments.bias, arguments.bias_type = bias.data_ptr(), _ELEMENTS[bias.dtype]
+    bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
     dependent = device.limits.dependent_launch
     device.kernel(ROWS).launch((x.shape[0], 1), _ROW_THREADS, 0, stream, [arguments], dependent)
     device.kernel(TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)

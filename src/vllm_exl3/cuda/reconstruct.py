@@ -12,6 +12,7 @@ import torch
 
 from vllm_exl3 import env
 from vllm_exl3.cuda import runtime
+from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.geometry import ShardArgs
 from vllm_exl3.cuda.linear import dequantize_instance
 from vllm_exl3.ops.linear import split_shards
@@ -20,7 +21,6 @@ from vllm_exl3.pack.stored import BLOCK, TILE
 
 __all__ = ["linear", "prepare"]
 
-_ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _THREADS, _SHARED = 256, BLOCK * (BLOCK + 1) * 4
 
 
@@ -88,7 +88,7 @@ def _decode(
     scalars = [
         ctypes.c_uint64(dense.data_ptr()),
         ctypes.c_int64(dense.stride(0)),
-        ctypes.c_uint32(_ELEMENTS[dense.dtype]),
+        ctypes.c_uint32(ELEMENTS[dense.dtype]),
         ctypes.c_uint32(0),
     ]
     blocks = -(-(begin - first + dense.shape[1]) // BLOCK)

@@ -1,0 +1,53 @@
+"""What the launches of linears share: the pointers, strides and dtypes that only a call knows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_exl3.cuda.geometry import ShardOffsets
+
+__all__ = ["ELEMENTS", "bind"]
+
+ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""``Element`` of types.cuh."""
+
+
+def bind(
+    arguments: Any,
+    offsets: Sequence[ShardOffsets],
+    scratch: torch.Tensor,
+    scratch_parts: Mapping[str, int],
+    x: torch.Tensor,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Fill in what a plan's template of launch arguments leaves open.
+
+    Args:
+        arguments: a copy of the template; its structure has the fields that are set here.
+        offsets: where each shard lies in the flat tensors.
+        scratch: uint8, at least as long as the plan asks for.
+        scratch_parts: where the parts of scratch begin, by the field that points to them.
+        x: ``[M, in]``.
+        trellis: int16, all shards flat.
+        suh: float16, all shards flat.
+        svh: float16, all shards flat.
+        bias: ``[sum of crop sizes]`` or None.
+        out: ``[M, sum of crop sizes]``.
+    """
+    base = scratch.data_ptr()
+    for name, offset in scratch_parts.items():
+        setattr(arguments, name, base + offset)
+    trellis_at, suh_at, svh_at = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
+    for shard, at in zip(arguments.shards, offsets, strict=False):
+        shard.trellis = trellis_at + 2 * at.trellis
+        shard.suh = suh_at + 2 * at.suh
+        shard.svh = svh_at + 2 * at.svh
+    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), x.stride(0), ELEMENTS[x.dtype]
+    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), ELEMENTS[out.dtype]
+    if bias is not None:
+        arguments.bias, arguments.bias_type = bias.data_ptr(), ELEMENTS[bias.dtype]
