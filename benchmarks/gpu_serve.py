@@ -4,11 +4,12 @@
     python benchmarks/gpu_serve.py golden PACK ...          relative error and KL divergence from exllamav3's logits;
                                                             several packs are served at the same time
     python benchmarks/gpu_serve.py graphs PACK              tokens with FULL_AND_PIECEWISE graphs and with none
-    python benchmarks/gpu_serve.py speed {exl3,bf16} [--batches 1 8 32]
+    python benchmarks/gpu_serve.py speed exl3 bf16 [--batches 1 8 32]
     (each with --out FILE: rows are written as they are measured)
 
 ``speed`` serves an 8B-shaped model (32 layers, 4096/14336, 8 KV heads): random trellises of 4 bits with a head of 6,
-or random bf16 weights. Tokens per second are those of decoding alone, from the difference between two output lengths.
+or random bf16 weights. Tokens per second are those of decoding alone, from the difference between two output lengths;
+time to first token is of prompts of 128, 1024 and 8192 tokens. Two kinds start side by side and take turns.
 """
 
 import argparse
@@ -16,11 +17,8 @@ import gc
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,28 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from gpu_serve_speed import KINDS, ROW, Row, speed, take_turns
 
-from tests.serving.engine import generate, logits_of, model_of
+from tests.serving.engine import generate, logits_of
 from vllm_exl3.ops import backends
-from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results
-
-SHAPE = {
-    "hidden": 4096,
-    "intermediate": 14336,
-    "layers": 32,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "vocab": 128256,
-}
-Row = dict[str, Any]
-
-_ROW = "ROW "
-"""Begins the lines that hold results."""
-
-PROMPT = 128
-SHORT, LONG = 16, 272
 
 
 def load(folder: Path | str, **options: Any) -> Any:
@@ -89,12 +70,12 @@ def golden(folders: list[Path]) -> Iterator[Row]:
         for folder in folders
     ]
     for folder, job in zip(folders, jobs, strict=True):
-        lines = [line for line in job.communicate()[0].splitlines() if line.startswith(_ROW)]
+        lines = [line for line in job.communicate()[0].splitlines() if line.startswith(ROW)]
         if not lines:
             raise SystemExit(
                 f"{folder}: the pack's process ended with {job.returncode} and no result; its log is above"
             )
-        yield json.loads(lines[-1].removeprefix(_ROW))
+        yield json.loads(lines[-1].removeprefix(ROW))
 
 
 def golden_of(folder: Path) -> Row:
@@ -130,73 +111,6 @@ def graphs(folder: Path) -> Iterator[Row]:
     yield {"kernel": "native", "subject": "graphs", "pack": folder.name, "equal": equal}
 
 
-def speed(kind: str, batches: list[int]) -> Iterator[Row]:
-    """Decode an 8B-shaped model at several batch sizes."""
-    with tempfile.TemporaryDirectory() as temporary:
-        if kind == "exl3":
-            folder = write_random_pack(Path(temporary) / "pack", **SHAPE, bits=4, head_bits=6)
-            llm = load(folder, dtype="bfloat16")
-        else:
-            folder = bf16_config(Path(temporary) / "bf16")
-            llm = load(folder, dtype="bfloat16", load_format="dummy")
-        weights = sum(parameter.nbytes for parameter in model_of(llm).parameters())
-        memory = torch.cuda.memory_allocated()
-        for batch in batches:
-            yield decode(llm, kind, batch) | {"weight_bytes": weights, "allocated_bytes": memory}
-
-
-def decode(llm: Any, kind: str, batch: int) -> Row:
-    """Time one batch size, and attribute the GPU's time to kernels."""
-    rng = np.random.default_rng(0)
-    prompts = [[int(token) for token in rng.integers(0, SHAPE["vocab"], PROMPT)] for _ in range(batch)]
-    generate(llm, prompts, SHORT)
-    steps = []
-    for _ in range(3):
-        elapsed = []
-        for length in (SHORT, LONG):
-            begin = time.perf_counter()
-            generate(llm, prompts, length)
-            elapsed.append(time.perf_counter() - begin)
-        steps.append((elapsed[1] - elapsed[0]) / (LONG - SHORT))
-    step = statistics.median(steps)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        generate(llm, prompts, SHORT)
-    kernels = {event.key: event.self_device_time_total for event in profile.key_averages()}
-    ours = sum(time_ for name, time_ in kernels.items() if name.startswith("exl3_"))
-    return {
-        "kernel": "native" if kind == "exl3" else "cublas_bf16",
-        "subject": "decode",
-        "m": batch,
-        "us": step * 1e6,
-        "tokens_per_second": batch / step,
-        "exl3_share_of_gpu_time": ours / sum(kernels.values()),
-    }
-
-
-def bf16_config(folder: Path) -> Path:
-    """A folder that describes the bf16 model of the same shape; its weights are vLLM's dummies."""
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": SHAPE["hidden"],
-        "intermediate_size": SHAPE["intermediate"],
-        "num_hidden_layers": SHAPE["layers"],
-        "num_attention_heads": SHAPE["heads"],
-        "num_key_value_heads": SHAPE["kv_heads"],
-        "head_dim": SHAPE["head_dim"],
-        "vocab_size": SHAPE["vocab"],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def _write(out: Path, row: Row) -> None:
     """Put one row into the results file, in the place of what it measures anew."""
     identity = [key for key in ("subject", "kernel", "pack", "m") if key in row]
@@ -215,6 +129,7 @@ def main() -> None:
     parser.add_argument("subject", choices=("golden", "graphs", "speed"))
     parser.add_argument("values", nargs="+", help="pack folders, or exl3 or bf16 for speed")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--wait", action="store_true", help="of speed: say READY, and begin when a line comes in")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
@@ -223,10 +138,14 @@ def main() -> None:
         rows = golden([Path(value) for value in arguments.values])
     elif arguments.subject == "graphs":
         rows = graphs(Path(arguments.values[0]))
+    elif unknown := set(arguments.values) - set(KINDS):
+        sys.exit(f"speed of {', '.join(sorted(unknown))}: expected {' and '.join(KINDS)}")
+    elif len(arguments.values) == 1:
+        rows = speed(load, arguments.values[0], arguments.batches, wait=arguments.wait)
     else:
-        rows = speed(arguments.values[0], arguments.batches)
+        rows = take_turns(arguments.values, arguments.batches)
     for row in rows:
-        print(_ROW + json.dumps(row), flush=True)
+        print(ROW + json.dumps(row), flush=True)
         if arguments.out:
             _write(arguments.out, row)
     os._exit(0)  # vLLM's own shutdown can hang for a minute after the last result

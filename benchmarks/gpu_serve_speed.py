@@ -1,0 +1,206 @@
+"""Tokens per second and time to first token of an 8B-shaped model through vLLM: what ``gpu_serve.py speed`` runs.
+
+Engines of several kinds start side by side on one GPU, since starting takes minutes, and measure one after another.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.serving.engine import generate, model_of
+from vllm_exl3.tools.random_pack import write_random_pack
+
+__all__ = ["KINDS", "PROMPTS", "ROW", "Row", "speed", "take_turns"]
+
+Row = dict[str, Any]
+
+ROW = "ROW "
+"""Begins the lines that hold results."""
+READY = "READY"
+"""What an engine's process says when it could begin."""
+
+KINDS = {"exl3": "native", "bf16": "cublas_bf16"}
+PROMPTS = (128, 1024, 8192)
+"""Lengths whose time to first token is measured."""
+SHAPE = {
+    "hidden": 4096,
+    "intermediate": 14336,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 128256,
+}
+PROMPT = 128
+SHORT, LONG = 16, 272
+_GEMM = ("gemm", "gemv", "nvjet", "cutlass", "splitk")
+"""In the names of cuBLAS' kernels."""
+
+Load = Callable[..., Any]
+
+
+def take_turns(kinds: list[str], batches: list[int]) -> Iterator[Row]:
+    """Start an engine a kind in processes of their own at once; each measures when all are ready and it is its turn."""
+    script = str(Path(__file__).with_name("gpu_serve.py"))
+    options = ["--wait", "--batches", *map(str, batches)]
+    # vLLM's log leaves by stderr, so that stdout holds rows and never fills up unread
+    environment = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    jobs = {
+        kind: subprocess.Popen([sys.executable, script, "speed", kind, *options], text=True, env=environment, **pipes)
+        for kind in kinds
+    }
+    ready = {kind: any(line.strip() == READY for line in job.stdout) for kind, job in jobs.items()}
+    for kind, job in jobs.items():
+        if ready[kind]:
+            job.stdin.write("go\n")
+            job.stdin.flush()
+            yield from (json.loads(line.removeprefix(ROW)) for line in job.stdout if line.startswith(ROW))
+    failed = [kind for kind, job in jobs.items() if job.wait() or not ready[kind]]
+    if failed:
+        raise SystemExit(f"no or not all results of {', '.join(failed)}: the log of its process is above")
+
+
+def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[Row]:
+    """Decode an 8B-shaped model at several batch sizes, then answer prompts of several lengths.
+
+    Args:
+        load: makes an engine of a folder and vLLM's options.
+        kind: of `KINDS`.
+        batches: sequences decoded together.
+        wait: say `READY` when the engine is, and begin when a line comes in.
+    """
+    _leave_out_top_k()
+    with tempfile.TemporaryDirectory() as temporary:
+        options: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_model_len": max(PROMPTS) + 256,
+            "max_num_batched_tokens": max(PROMPTS),
+            "hf_overrides": {"max_position_embeddings": 2 * max(PROMPTS)},
+            "kv_cache_memory_bytes": 4 << 30,
+            "gpu_memory_utilization": 0.3,
+            # of the sizes measured only: capturing is what the start would otherwise spend its time on
+            "compilation_config": {"cudagraph_capture_sizes": sorted(batches)},
+        }
+        if kind == "exl3":
+            llm = load(write_random_pack(Path(temporary) / "pack", **SHAPE, bits=4, head_bits=6), **options)
+        else:
+            llm = load(_bf16_config(Path(temporary) / "bf16"), load_format="dummy", **options)
+        weights = sum(parameter.nbytes for parameter in model_of(llm).parameters())
+        if wait:
+            print(READY, flush=True)
+            sys.stdin.readline()
+        for batch in batches:
+            yield _decode(llm, kind, batch) | {"weight_bytes": weights}
+        for length in PROMPTS:
+            yield _first_token(llm, kind, length)
+
+
+def _leave_out_top_k() -> None:
+    """Let vLLM's warm-up sort for its top-k and top-p instead of compiling a Triton kernel for 128k tokens.
+
+    That takes a minute of a start. Greedy decoding, which is what is timed, calls neither.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
+
+
+def _random_prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [[int(token) for token in rng.integers(0, SHAPE["vocab"], length)] for _ in range(count)]
+
+
+def _decode(llm: Any, kind: str, batch: int) -> Row:
+    """Time one batch size, and attribute the GPU's time to kernels."""
+    prompts = _random_prompts(batch, PROMPT)
+    generate(llm, prompts, SHORT)
+    steps = []
+    for _ in range(3):
+        elapsed = []
+        for length in (SHORT, LONG):
+            begin = time.perf_counter()
+            generate(llm, prompts, length)
+            elapsed.append(time.perf_counter() - begin)
+        steps.append((elapsed[1] - elapsed[0]) / (LONG - SHORT))
+    step = statistics.median(steps)
+    kernels = _kernels_of_a_step(llm, prompts)
+    linears = sum(us for name, us in kernels.items() if _is_linear(name, kind))
+    for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:8]:
+        print(f"  {kind} {batch}: {us:8.1f} us {name[:90]}", file=sys.stderr)
+    return {
+        "kernel": KINDS[kind],
+        "subject": "decode",
+        "m": batch,
+        "us": step * 1e6,
+        "tokens_per_second": batch / step,
+        "linear_us": linears,
+        "kernels_us": sum(kernels.values()),
+        "exl3_share_of_gpu_time": linears / sum(kernels.values()) if kind == "exl3" else 0.0,
+    }
+
+
+def _is_linear(name: str, kind: str) -> bool:
+    if kind == "exl3":
+        return name.startswith("exl3_")
+    return any(word in name.lower() for word in _GEMM) and "flash" not in name.lower()
+
+
+def _kernels_of_a_step(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
+    """Microseconds of a decoding step by kernel: the difference of two lengths, as in the timing.
+
+    Kernels that were launched ahead of their predecessor's end count their waiting, so the sum may exceed the step.
+    """
+    totals = []
+    for length in (SHORT, 3 * SHORT):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            generate(llm, prompts, length)
+        totals.append({event.key: event.self_device_time_total for event in profile.key_averages()})
+    return {name: (us - totals[0].get(name, 0.0)) / (2 * SHORT) for name, us in totals[1].items()}
+
+
+def _first_token(llm: Any, kind: str, length: int) -> Row:
+    """Time one prompt up to its first token, the engine's own work included."""
+    generate(llm, _random_prompts(1, length), 1)
+    elapsed = []
+    for seed in range(1, 8):
+        prompts = _random_prompts(1, length, seed)
+        begin = time.perf_counter()
+        generate(llm, prompts, 1)
+        elapsed.append(time.perf_counter() - begin)
+    us = statistics.median(elapsed) * 1e6
+    return {"kernel": KINDS[kind], "subject": "first_token", "m": length, "us": us, "least_us": min(elapsed) * 1e6}
+
+
+def _bf16_config(folder: Path) -> Path:
+    """A folder that describes the bf16 model of the same shape; its weights are vLLM's dummies."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": SHAPE["hidden"],
+        "intermediate_size": SHAPE["intermediate"],
+        "num_hidden_layers": SHAPE["layers"],
+        "num_attention_heads": SHAPE["heads"],
+        "num_key_value_heads": SHAPE["kv_heads"],
+        "head_dim": SHAPE["head_dim"],
+        "vocab_size": SHAPE["vocab"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
