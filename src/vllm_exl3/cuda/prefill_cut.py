@@ -6,6 +6,7 @@ from dataclasses import dataclass
 __all__ = ["Cut", "cut"]
 
 _UNIT_CYCLES = {64: 1250.0, 128: 1480.0, 192: 830.0, 256: 1040.0}
+_INT8_UNIT_CYCLES = {64: 1250.0, 128: 1400.0, 192: 680.0, 256: 690.0}
 _END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 7500.0}
 _CUT_CYCLES, _LEVEL_CYCLES = 2500.0, {64: 3000.0, 128: 5000.0, 192: 4000.0, 256: 5000.0}
 """Cycles of a unit, of a tile's end, and what cutting a tile adds once and for each level of the tree that adds its
@@ -30,13 +31,13 @@ class Cut:
 
 
 @functools.lru_cache(maxsize=4096)
-def cut(tiles: int, depth: int, tokens: int, clusters: int) -> Cut:
-    """Divide tiles of ``depth`` units each among clusters.
+def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = False) -> Cut:
+    """Divide tiles of ``depth`` units each among clusters; ``int8``: of the kernel that multiplies int8.
 
     Whole tiles as long as they fill all clusters; what remains is left whole, or cut into equal parts of k, or into
     one range of units a cluster, which leaves no cluster idle but ends two tiles in most.
     """
-    unit, end = _UNIT_CYCLES[tokens], _END_CYCLES[tokens]
+    unit, end = (_INT8_UNIT_CYCLES if int8 else _UNIT_CYCLES)[tokens], _END_CYCLES[tokens]
     waves, rest = divmod(tiles, clusters)
     full = waves * (depth * unit + end)
     if rest == 0:

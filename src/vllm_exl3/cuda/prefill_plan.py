@@ -152,11 +152,12 @@ _TWO_BLOCKS = 160000
 """Shared memory of a multiprocessor from which on two blocks of the kernel with mma.sync fit."""
 
 
-def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits) -> int:
+def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits, *, int8: bool = False) -> int:
     """The tile that is estimated to take the least time."""
 
     def cost(tokens: int) -> float:
-        return cut(strips * -(-rows // tokens), depth, tokens, kernel(tokens, limits).clusters(limits)).cost
+        tiles = strips * -(-rows // tokens)
+        return cut(tiles, depth, tokens, kernel(tokens, limits).clusters(limits), int8=int8).cost
 
     tiles = TILES if limits.warpgroups else MMA_TILES
     return min((tokens for tokens in tiles if tokens < 2 * max(rows, 64)), key=cost)
@@ -201,6 +202,8 @@ def plan_prefill(
     limits: GpuLimits,
     tokens: int | None = None,
     ranges: int | None = None,
+    *,
+    int8: bool = False,
 ) -> PrefillPlan:
     """Cut one fused linear into work for the prefill kernels.
 
@@ -211,6 +214,7 @@ def plan_prefill(
         limits: the GPU.
         tokens: tokens of a tile, one of `TILES`; None chooses by cost.
         ranges: ranges that the tiles beyond full rounds are cut into; None chooses by cost.
+        int8: for the kernel that multiplies int8, whose activations take half the bytes.
 
     Raises:
         ValueError: a shard breaks the layout's rules, or widths differ.
@@ -222,11 +226,11 @@ def plan_prefill(
     depth = shards[0].in_features // UNIT_IN
     arguments = PrefillArgs()
     offsets = _place(arguments, shards, kinds, kernel(64, limits).strip)
-    tokens = tokens or choose_tile(rows, arguments.strips, depth, limits)
+    tokens = tokens or choose_tile(rows, arguments.strips, depth, limits, int8=int8)
     chosen_kernel = kernel(tokens, limits)
     row_tiles = -(-rows // tokens)
     clusters, tiles = chosen_kernel.clusters(limits), arguments.strips * row_tiles
-    chosen = cut(tiles, depth, tokens, clusters)
+    chosen = cut(tiles, depth, tokens, clusters, int8=int8)
     if ranges is not None:
         whole = tiles if ranges == 0 else tiles - tiles % clusters
         chosen = Cut(min(clusters, max(whole, ranges)), whole, ranges, chosen.cost)
@@ -235,15 +239,16 @@ def plan_prefill(
     )
 
     pairs = chosen_kernel.pairs
+    activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
     fixed = _BARRIERS + pairs * _STAGING
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
-    stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + tokens * 128))
+    stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + activation_bytes))
     partial_stride = tokens // 8 * _PAIR_THREADS
     counters = 2 * chosen.ranges * chosen_kernel.strip
-    group = max(1, _ACTIVATIONS_IN_L2 // (tokens * 2 * shards[0].in_features))
+    group = max(1, _ACTIVATIONS_IN_L2 // (depth * activation_bytes))
     sizes = {
-        "activations": len(shards) * row_tiles * depth * tokens * 128,
+        "activations": len(shards) * row_tiles * depth * activation_bytes,
         "scales": 2 * 4 * len(shards) * rows,
         "counters": 4 * counters,
         "partials": 2 * chosen.ranges * chosen_kernel.strip * partial_stride * 16,
@@ -261,12 +266,12 @@ def plan_prefill(
     for name, value in values.items():
         setattr(arguments, name, value)
     return PrefillPlan(
-        instance=prefill_instance(chosen_kernel.source, tokens, kinds),
+        instance=prefill_instance(chosen_kernel.source + "_int8" * int8, tokens, kinds),
         arguments=bytes(arguments),
         offsets=offsets,
         grid=chosen.clusters * chosen_kernel.cluster,
         threads=chosen_kernel.producers + pairs * _PAIR_THREADS,
-        shared=fixed + stages * (weight_bytes + tokens * 128),
+        shared=fixed + stages * (weight_bytes + activation_bytes),
         cluster=chosen_kernel.cluster,
         transform_grid=(
             len(shards) * -(-shards[0].in_features // (BLOCK * _TRANSFORM_BLOCKS)),

@@ -135,9 +135,10 @@ __device__ __forceinline__ void release(u32 empty, int lane) {
     }
 }
 
-template <class K, class S>
-__device__ __forceinline__ void consume(PrefillBlock& block, const PrefillSegment& segment) {
-    constexpr int TOKENS = S::TOKENS;
+// Multiplies a segment of shards of one kind. Which of the overloads serves is the shape's choice.
+template <class K, int TOKENS, int PAIRS, int CLUSTER>
+__device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, PrefillBlock& block, const PrefillSegment& segment) {
+    using S = Shape<TOKENS, PAIRS, CLUSTER>;
     float sums[TOKENS / 2] = {};
     u32 even[4], odd[4], words[K::Window::words];
     UnitRing& ring = block.ring;
@@ -173,7 +174,7 @@ template <class S, class... Ks>
 __device__ __forceinline__ void dispatch_kind(PrefillKinds<Ks...>, PrefillBlock& block, const PrefillSegment& segment) {
     const u32 kind = block.args.shards[segment.shard].kind;
     u32 index = 0;
-    ((index++ == kind ? consume<Ks, S>(block, segment) : void()), ...);
+    ((index++ == kind ? consume(Ks{}, S{}, block, segment) : void()), ...);
 }
 
 template <class S, int REGISTERS, class List>
