@@ -33,6 +33,7 @@ __all__ = [
     "NGRAM_CACHE_MIB",
     "NGRAM_KERNEL",
     "NGRAM_TABLE",
+    "PRECISION",
     "RECONSTRUCT_MB",
     "REQUIRE_UVA_EXPERTS",
     "VARIABLES",
@@ -139,6 +140,15 @@ LINEAR_KERNEL = Variable(
     "Which kernels serve the linears: auto takes the fastest that runs here; native are this package's, reconstruct "
     "decodes to dense weights on a GPU and leaves the product to cuBLAS, exllamav3 are that package's where it is "
     "installed beside a GPU (both for comparison), reference is plain PyTorch.",
+)
+
+PRECISION = Variable(
+    "VLLM_EXL3_PRECISION",
+    "default",
+    _choice("default", "fast"),
+    "How exactly the native kernels for linears multiply on a GPU: default keeps at least 15 bits of an activation; "
+    "fast takes int8 for mul1 weights where there is a kernel for it, which is faster and errs by about 1 % a layer "
+    "(docs/kernels-prefill.md).",
 )
 
 MOE_KERNEL = Variable(
@@ -323,6 +333,7 @@ INT4_TILES = Variable(
 
 VARIABLES: tuple[Variable[Any], ...] = (
     LINEAR_KERNEL,
+    PRECISION,
     MOE_KERNEL,
     INT4_KV,
     INT4_DECODE,
