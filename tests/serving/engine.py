@@ -85,10 +85,17 @@ def logits_of(llm: LLM, ids: list[int]) -> torch.Tensor:
         )
     finally:
         model.compute_logits = original
-    # The last position comes on its own and first, to be sampled from; then the others, for prompt_logprobs.
-    sampled = next(part for part in captured if part.shape[0] == 1)
-    prompt = next(part for part in captured if part.shape[0] >= len(ids) - 1)
-    return torch.cat([prompt[: len(ids) - 1], sampled])
+    return in_order_of_positions(captured, len(ids))
+
+
+def in_order_of_positions(parts: list[torch.Tensor], positions: int) -> torch.Tensor:
+    """What a prompt's step computed, in order: the last position comes on its own and first, to be sampled from; then
+    all of them for ``prompt_logprobs``, at once or in pieces, of which the last may be a single position too.
+    """
+    sampled = next(index for index, part in enumerate(parts) if part.shape[0] == 1)
+    prompt = torch.cat([part for index, part in enumerate(parts) if index != sampled])
+    assert prompt.shape[0] >= positions - 1, f"{prompt.shape[0]} logits for a prompt of {positions}"
+    return torch.cat([prompt[: positions - 1], parts[sampled]])
 
 
 def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:
