@@ -1,5 +1,6 @@
-"""Whole engines on a GPU: weights in host memory, sleeping, adapters in one batch. vLLM's own CUDA build is needed."""
+"""Whole engines on a GPU: host memory, sleeping, adapters, drafts, loaders, two at once. Needs vLLM for CUDA."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +13,18 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("vllm")
 
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.offloader import get_offloader
 
+from tests.serving.dense_twin import write_dense_twin
 from tests.serving.engine import PROMPTS, engine, generate, model_of
-from tests.serving.test_lora import adapter, with_adapters
+from tests.serving.test_lora import EVERY_LAYER, PROMPT, adapter, with_adapters
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.serving.offload import PARAMETERS, in_host_memory, inspect_exl3_moe_uva_layer
 
 PACKS = Path(__file__).parents[1] / "data" / "packs"
-DENSE, MOE = PACKS / "llama_odd-4.0-mul1", PACKS / "qwen3_moe-3.0-mul1"
+DENSE, MOE, ROW_CODED = (PACKS / name for name in ("llama_odd-4.0-mul1", "qwen3_moe-3.0-mul1", "qwen3-2.25-mul1-emb4"))
 EXPERTS = {"offload_backend": "uva", "cpu_offload_gb": 1, "cpu_offload_params": set(PARAMETERS)}
 PREFETCH = {
     "offload_backend": "prefetch",
@@ -34,7 +37,8 @@ PREFETCH = {
 @contextmanager
 def serving(pack: Path, **options: Any) -> Iterator[LLM]:
     # a cache of a given size, so that other engines on the GPU do not disturb vLLM's measuring
-    with engine(pack, **{"dtype": "float16", "kv_cache_memory_bytes": 256 << 20, **options}) as llm:
+    defaults = {"dtype": "float16", "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.05}
+    with engine(pack, **{**defaults, **options}) as llm:
         yield llm
 
 
@@ -65,7 +69,13 @@ def test_experts_that_are_not_mapped_are_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("pack", [DENSE, MOE])
 def test_layers_that_are_fetched_ahead(pack: Path) -> None:
     expected = tokens(pack)
-    assert tokens(pack, **PREFETCH) == expected
+    with serving(pack, **PREFETCH) as llm:
+        assert generate(llm, PROMPTS) == expected
+        ahead = list(model_of(llm).model.layers)[1::2]  # the last of each group of two
+        nbytes = sum(value.nbytes for layer in ahead for name, value in layer.named_parameters() if "trellis" in name)
+        offloaded = sum(value.nbytes for layer in ahead for value in layer.parameters())
+        assert get_offloader().total_offloaded_bytes == offloaded > nbytes > 0
+    assert runtime_diagnostics()["models"][-1]["bytes"]["trellis in host memory"] == nbytes
 
 
 def test_whole_layers_in_mapped_host_memory() -> None:
@@ -74,6 +84,8 @@ def test_whole_layers_in_mapped_host_memory() -> None:
         assert generate(llm, PROMPTS) == expected
         layers = model_of(llm).model.layers
         assert all(in_host_memory(parameter) for layer in layers for parameter in layer.parameters())
+        nbytes = sum(value.nbytes for name, value in layers.named_parameters() if name.endswith("trellis"))
+    assert runtime_diagnostics()["models"][-1]["bytes"]["trellis in host memory"] == nbytes
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -91,10 +103,69 @@ def test_sleeping_and_reloading(pack: Path, eager: bool) -> None:
         assert generate(llm, PROMPTS) == expected
 
 
-def test_adapters_in_one_batch(tmp_path: Path) -> None:
-    """Among them a request without one, which vLLM keeps apart on GPUs."""
-    requests = [None] + [LoRARequest(str(n), n, adapter(tmp_path / str(n), scale)) for n, scale in ((1, 1.0), (2, 0.3))]
-    with serving(DENSE, enable_lora=True, max_loras=2, max_lora_rank=8) as llm:
+def next_token(llm: LLM, requests: list[LoRARequest | None]) -> torch.Tensor:
+    """Log-probabilities after the prompt, one batch: float64 ``[requests, vocabulary]``."""
+    sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False, logprobs=-1)
+    prompts = [{"prompt_token_ids": PROMPT} for _ in requests]
+    outputs = llm.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
+    entries = [output.outputs[0].logprobs[0] for output in outputs]
+    return torch.tensor([[entry[token].logprob for token in range(len(entry))] for entry in entries]).double()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_adapters_in_one_batch(tmp_path: Path, eager: bool) -> None:
+    """Among them a request without one, which vLLM keeps apart on GPUs; the oracle is the decoded model."""
+    adapters = [adapter(tmp_path / str(n), scale, EVERY_LAYER, seed=n) for n, scale in ((1, 0.05), (2, 0.2))]
+    requests = [None] + [LoRARequest(str(n), n, path) for n, path in enumerate(adapters, 1)]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_logprobs": -1, "enforce_eager": eager}
+    with serving(DENSE, **options) as llm:
         alone = [with_adapters(llm, [request])[0] for request in requests]
         assert with_adapters(llm, requests) == alone
+        ours = next_token(llm, requests)
+    with serving(write_dense_twin(DENSE, tmp_path / "dense"), **options) as llm:
+        dense = next_token(llm, requests)
     assert len({tuple(found) for found in alone}) == len(requests)
+    apart = min(torch.dist(dense[first], dense[second]) for first, second in ((0, 1), (0, 2), (1, 2)))
+    assert torch.dist(ours, dense) < 0.05 * apart, (ours, dense)
+
+
+def test_a_pack_accepts_what_it_drafts_itself() -> None:
+    """Graphs too: drafting and checking runs other batch sizes than decoding does."""
+    expected = tokens(DENSE)
+    draft = {"model": str(DENSE), "method": "draft_model", "num_speculative_tokens": 3}
+    with serving(DENSE, enforce_eager=False, disable_log_stats=False, speculative_config=draft) as llm:
+        found = generate(llm, PROMPTS, 32)
+        counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    assert [row[:16] for row in found] == expected
+    proposed = counters["vllm:spec_decode_num_draft_tokens"]
+    assert counters["vllm:spec_decode_num_accepted_tokens"] > 0.9 * proposed > 0
+
+
+def test_a_second_engine_shares_the_process_and_memory_comes_back() -> None:
+    expected = tokens(DENSE)  # what kernels and libraries keep for good is there from here on
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with serving(DENSE) as first, serving(MOE) as second:
+        other = generate(second, PROMPTS)
+        assert generate(first, PROMPTS) == expected
+        assert generate(second, PROMPTS) == other
+        assert torch.cuda.memory_allocated() > before + (512 << 20)
+        del first, second
+    gc.collect()
+    assert torch.cuda.memory_allocated() < before + (16 << 20)
+
+
+@pytest.mark.parametrize("load_format", ["fastsafetensors", "instanttensor", "runai_streamer"])
+@pytest.mark.parametrize("pack", [DENSE, MOE])
+def test_loaders_that_deliver_to_the_gpu(pack: Path, load_format: str) -> None:
+    """Some hand over views of a buffer that they use again."""
+    pytest.importorskip("runai_model_streamer" if load_format == "runai_streamer" else load_format)
+    expected = tokens(pack)
+    assert tokens(pack, load_format=load_format) == expected
+
+
+def test_a_row_coded_embedding_is_looked_up_by_its_kernel() -> None:
+    """The pack's table has rows of codes; its graphs contain the look-up."""
+    expected = tokens(ROW_CODED)
+    assert runtime_diagnostics()["models"][-1]["kernels"]["embedding"]["backend"] == "native"
+    assert tokens(ROW_CODED, enforce_eager=False) == expected
