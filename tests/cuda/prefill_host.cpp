@@ -126,9 +126,10 @@ template <class T> std::vector<T> read(size_t count) {
 template <int TOKENS, int PAIRS, int CLUSTER>
 void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<float>& dense, u32 outputs, unsigned seed) {
     using S = Shape<TOKENS, PAIRS, CLUSTER>;
-    static Staging staging;
+    alignas(16) static char memory[STAGING_BYTES<S>];
+    Staging& staging = *reinterpret_cast<Staging*>(memory);
     static u32 last;
-    shared_base = reinterpret_cast<char*>(&staging);
+    shared_base = memory;
     std::vector<unsigned> order(clusters);
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));

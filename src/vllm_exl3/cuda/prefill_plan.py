@@ -44,7 +44,6 @@ TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs, for every tile."""
 
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
-_STAGING = 2 * 32 * (BLOCK + 4) * 4 + 256 * 4 + BLOCK * 2  # of prefill_tile.cuh
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _TRANSFORM_ROWS, _TRANSFORM_BLOCKS = 8, 8  # rows of a block of the transform, and 128-blocks of k
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
@@ -139,6 +138,11 @@ class _Kernel:
         if self.cluster == 1:
             return limits.multiprocessors * self.resident
         return dict(limits.clusters).get(self.cluster, 0) or limits.multiprocessors // self.cluster
+
+
+def _staging(tokens: int) -> int:
+    """Bytes of ``Staging`` of prefill_tile.cuh."""
+    return (128 if tokens > 128 else 64) * (BLOCK + 4) * 4 + BLOCK * 4 + 256 * 4 + BLOCK * 2
 
 
 def kernel(tokens: int, limits: GpuLimits) -> _Kernel:
@@ -241,7 +245,7 @@ def plan_prefill(
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
-    fixed = _BARRIERS + pairs * _STAGING
+    fixed = _BARRIERS + pairs * _staging(tokens)
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + activation_bytes))
     partial_stride = tokens // 8 * _PAIR_THREADS

@@ -17,9 +17,9 @@ struct UnitRing {
     u32 base, stride, stages, full, empty;  // shared addresses; barriers, `stages` of each sort
     u32 slot = 0, phase = 0, at;            // the slot that is next, the parity of its barrier, its address
 
-    __device__ __forceinline__ UnitRing(const PrefillArgs& args, u32 memory, int pairs, u32 activation_bytes) {
+    __device__ __forceinline__ UnitRing(const PrefillArgs& args, u32 memory, u32 staging_bytes, u32 activation_bytes) {
         stages = args.stages, full = memory + 16, empty = full + 8 * stages;
-        base = at = memory + BARRIER_BYTES + pairs * STAGING_BYTES;
+        base = at = memory + BARRIER_BYTES + staging_bytes;
         stride = args.weight_bytes + activation_bytes;
     }
     __device__ __forceinline__ void next() {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
-    UnitRing ring(args, shared_address(memory), S::PAIRS, S::activation_bytes);
+    UnitRing ring(args, shared_address(memory), S::PAIRS * STAGING_BYTES<S>, S::activation_bytes);
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < ring.stages; ++i)
             mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, PAIR_WARPS * S::STRIPS);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         wait_for_previous();
         const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
-        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES)};
+        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES<S>)};
         block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
         block.last = reinterpret_cast<u32*>(memory) + block.pair;

@@ -5,17 +5,8 @@
 
 constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;  // that hold one Hadamard block, a tile column a warp
 constexpr u32 WEIGHT_PAD = 32;  // bytes after each k-tile's row: makes the lanes' reads free of bank conflicts
-constexpr int CHUNK = 32;       // tokens whose outputs are in shared memory at once
 constexpr u32 OUTPUT_PITCH = STRIP + 4;
 constexpr u32 BARRIER_BYTES = 512;
-
-// Shared memory of the end of a tile, one a pair of warpgroups. A chunk is read from one half while the next is written.
-struct Staging {
-    float outputs[2][CHUNK][OUTPUT_PITCH];
-    float undo[256];  // of the tile's rows
-    u16 svh[STRIP];
-};
-constexpr u32 STAGING_BYTES = sizeof(Staging);
 
 // Tokens of a tile; pairs of warpgroups a block and blocks a cluster, which share the activations.
 template <int TOKENS_, int PAIRS_, int CLUSTER_>
@@ -24,6 +15,17 @@ struct Shape {
     static constexpr u32 activation_bytes = TOKENS * 128;
 };
 
+// Shared memory of the end of a tile, one a pair of warpgroups; outputs lie behind it, [token][channel].
+struct Staging {
+    float bias[STRIP];
+    float undo[256];  // of the tile's rows
+    u16 svh[STRIP];
+
+    __device__ __forceinline__ float* row(u32 token) { return reinterpret_cast<float*>(this + 1) + token * OUTPUT_PITCH; }
+};
+// Tokens whose outputs are in shared memory at once.
+template <class S> constexpr u32 STAGED = S::TOKENS > 128 ? 128 : 64;
+template <class S> constexpr u32 STAGING_BYTES = sizeof(Staging) + 4 * STAGED<S> * OUTPUT_PITCH;
 
 template <int HALF_BITS, int CODEBOOK>
 struct PrefillKind {
