@@ -136,6 +136,23 @@ def test_a_table_goes_with_the_layer_that_keeps_it() -> None:
         torch.ops.vllm.exl3_ngram_lookup_out(torch.tensor([1]), torch.empty((1, 160)), "gone")
 
 
+def test_layers_of_equal_names_in_two_models_keep_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {model: table_of(*random_table(4, seed=model)) for model in (1, 2)}
+    ids, own = torch.arange(0, 900, 90), {}
+    for model, table in tables.items():
+        register_table("shared", table, model)
+        table(ids, rows := torch.empty((10, 160)))
+        own[model] = rows
+    assert not torch.equal(own[1], own[2])
+    for running, wanted_rows in ((1, own[1]), (2, own[2]), (1, own[1]), (None, own[2])):
+        monkeypatch.setattr(module, "_running_model", lambda running=running: running)
+        torch.ops.vllm.exl3_ngram_lookup_out(ids, out := torch.empty((10, 160)), "shared")
+        assert torch.equal(out, wanted_rows)
+    monkeypatch.setattr(module, "_running_model", lambda: 3)
+    with pytest.raises(KeyError, match="shared"):
+        torch.ops.vllm.exl3_ngram_lookup_out(ids, torch.empty((10, 160)), "shared")
+
+
 def test_pinned_rows_are_ordinary_memory_without_a_gpu() -> None:
     rows = PinnedRows(7, 51)
     assert rows.tensor.shape == (7, 51) and rows.tensor.dtype == torch.int16

@@ -42,7 +42,9 @@ ROWS = 448
 TOKENS = [5, 9, EOS, 9, 600, 601, EOS, EOS, 4, 5, 6, 7, 5, 9, 5, 9]
 
 
-def write_pack(folder: Path, *, shards: int = 4, sizes: tuple[int, ...] = SIZES, indexed: bool = True) -> Path:
+def write_pack(
+    folder: Path, *, shards: int = 4, sizes: tuple[int, ...] = SIZES, indexed: bool = True, seed: int = 0
+) -> Path:
     """A tiny pack with an n-gram table in a file of its own, which its index does not list."""
     draft = llama()
     assert draft.config is not None
@@ -51,7 +53,7 @@ def write_pack(folder: Path, *, shards: int = 4, sizes: tuple[int, ...] = SIZES,
     draft.write(folder)
     write_ngram_table(
         folder / "ngram_table.safetensors", KEY,
-        rows=ROWS, bits=5, head_sizes=sizes, multipliers=MULTIPLIERS, shards=shards,
+        rows=ROWS, bits=5, head_sizes=sizes, multipliers=MULTIPLIERS, shards=shards, seed=seed,
     )  # fmt: skip
     return folder
 

@@ -1,20 +1,24 @@
 """What a running engine says of itself: in-process, through RPC, and in Prometheus' registry."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 import vllm_exl3
 from tests.serving.conftest import PACKS
 from tests.serving.engine import engine, generate
 from vllm_exl3.ops import backends
-from vllm_exl3.serving import metrics
+from vllm_exl3.serving import metrics, metrics_shared
 from vllm_exl3.serving.diagnostics import WorkerExtension, worker_diagnostics
 
 QWEN = "qwen3_moe-3.0-mul1"
@@ -110,23 +114,98 @@ metrics._EVERY = 0.05
 backends.count_call("linear", "native", "X")
 metrics.leave_counters("auto")
 metrics.leave_counters("auto")
-time.sleep(20)
+time.sleep(0.3)
+backends.count_call("linear", "native", "X")
+backends.count_call("linear", "reference", "X")
+time.sleep(40)
 """
+
+
+@contextlib.contextmanager
+def writing(**variables: str) -> Iterator[subprocess.Popen]:
+    """A process that leaves its counters."""
+    process = subprocess.Popen([sys.executable, "-c", WRITER], env={**os.environ, **variables})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if condition():
+            return
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.1)
+    raise AssertionError("not in 30 seconds")
 
 
 def test_a_process_leaves_its_counters_in_a_folder_that_others_cannot_read(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "yet" / "there"
-    environment = {**os.environ, "VLLM_EXL3_METRICS_FOLDER": str(folder)}
-    process = subprocess.Popen([sys.executable, "-c", WRITER], env=environment)
-    try:
+    with writing(VLLM_EXL3_METRICS_FOLDER=str(folder)) as process:
         file = folder / f"{process.pid}.json"
-        for _ in range(300):
-            if file.exists():
-                break
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.1)
-        assert json.loads(file.read_text())["calls"] == [["linear", "native", "X", 1]]
+        until(process, file.exists)
+        until(process, lambda: len(json.loads(file.read_text())["calls"]) == 2)
+        assert json.loads(file.read_text())["calls"] == [["linear", "native", "X", 2], ["linear", "reference", "X", 1]]
         assert folder.stat().st_mode & 0o777 == 0o700
-    finally:
-        process.kill()
-        process.wait()
+
+
+def test_with_several_front_processes_prometheus_adds_up(tmp_path: Path) -> None:
+    """vLLM answers from these files then, and never asks the collector."""
+    (files := tmp_path / "prometheus").mkdir()
+    variables = {"VLLM_EXL3_METRICS_FOLDER": str(tmp_path / "own"), "PROMETHEUS_MULTIPROC_DIR": str(files)}
+
+    def found() -> dict[str, float]:
+        MultiProcessCollector(registry := CollectorRegistry(), path=str(files))
+        lines = [line.rpartition(" ") for line in generate_latest(registry).decode().splitlines() if line[0] != "#"]
+        return {name: float(value) for name, _, value in lines}
+
+    fallbacks = 'vllm:exl3_fallback_calls_total{op="linear"}'
+    with writing(**variables) as first, writing(**variables) as second:
+        for process in (first, second):
+            until(process, lambda: found().get(fallbacks) == 2)
+        assert found() == {
+            'vllm:exl3_kernel_calls_total{backend="native",layer_class="X",op="linear"}': 4,
+            'vllm:exl3_kernel_calls_total{backend="reference",layer_class="X",op="linear"}': 2,
+            fallbacks: 2,
+            'vllm:exl3_kv_cache_dtype_info{dtype="auto"}': 1,
+        }
+
+
+def test_bytes_of_a_model_that_is_gone_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = metrics_shared.SharedMetrics()
+    written = {"calls": [["linear", "native", "X", 3]], "bytes": {"trellis": 5}, "kv_cache_dtypes": []}
+    shared.write(written)
+    shared.write({**written, "calls": [["linear", "native", "X", 1]], "bytes": {}})  # counting began anew
+    shared.write({**written, "calls": [["linear", "native", "X", 2]], "bytes": {}})
+    assert [sample.value for metric in shared._bytes.collect() for sample in metric.samples] == [0]
+    totals = [sample.value for metric in shared._calls.collect() for sample in metric.samples if "total" in sample.name]
+    assert totals == [4]
+
+
+@pytest.mark.parametrize(
+    ("name", "age", "stays"),
+    [
+        ("vllm-exl3-{gone}-0123abcd", 100, False),
+        ("vllm-exl3-{gone}-0123abcd", 5, True),  # perhaps of another container
+        ("vllm-exl3-{here}-0123abcd", 100, True),
+        ("vllm-exl3-{gone}-0123abcd-mine", 100, True),
+        ("vllm-exl3-notes", 100, True),
+    ],
+)
+def test_what_a_killed_server_left_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, age: int, stays: bool
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setenv("VLLM_EXL3_METRICS_FOLDER", "")
+    monkeypatch.setenv("EXL3_METRICS_FOLDER", "")
+    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(metrics, "REGISTRY", CollectorRegistry())
+    (folder := tmp_path / name.format(gone=gone.pid, here=os.getpid())).mkdir()
+    (folder / "1.json").write_text("{}")
+    for path in (folder / "1.json", folder):
+        os.utime(path, (time.time() - age,) * 2)
+    metrics.register_metrics()
+    assert folder.exists() == stays

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.config import CompilationConfig, CUDAGraphMode, get_current_vllm_config
+from vllm.forward_context import set_forward_context
 
 from tests.serving import ngram_model as model
 from vllm_exl3.ops.ngram import LOOKUP_OP
@@ -69,6 +70,21 @@ def test_a_rank_beyond_the_table_looks_a_row_of_it_up(
     code = NgramRows(config.pack, method.stored).gather(np.array([model.ROWS - 1]))
     heads = read_heads(config.pack, method.stored)
     assert np.array_equal(row.numpy(), decode_ngram(code, method.stored.bits, heads.bias[-1:])[0].astype(np.float32))
+
+
+def test_two_engines_keep_their_tables_apart_whatever_their_layers_are_called(alone: None, tmp_path: Path) -> None:
+    """A forward pass tells whose it is, as it tells attention layers."""
+    current = get_current_vllm_config()
+    built = []
+    for seed in (1, 2):
+        folder = model.write_pack(tmp_path / str(seed), seed=seed)
+        current.compilation_config.static_forward_context = layers = {}
+        built.append((model.build(folder), layers, model.wanted(folder, model.TOKENS).float()))
+    assert not torch.equal(built[0][2], built[1][2])
+    for module, layers, wanted in built:
+        current.compilation_config.static_forward_context = layers
+        with set_forward_context(None, current):
+            assert torch.equal(model.look_up(module, model.TOKENS), wanted)
 
 
 def test_the_hash_is_the_pack_s_and_not_the_one_vllm_derives(alone: None, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 HELLO: list[dict[str, str]] = [{"role": "user", "content": "hello there"}]
 
 
-def start(folder: Path) -> Server:
+def start(folder: Path, *options: str) -> Server:
     """A server for a tiny pack that has a byte-level tokenizer."""
     pack = folder / "pack"
     if not pack.exists():
@@ -56,7 +56,7 @@ def start(folder: Path) -> Server:
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     # a model without sense would fill its answer with the blanks that JSON allows
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    command += ["--worker-extension-cls", f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"]
+    command += ["--worker-extension-cls", f"{WorkerExtension.__module__}.{WorkerExtension.__name__}", *options]
     return Server(command, port=port, log=folder / "log", environment=environment)
 
 
@@ -184,6 +184,31 @@ def test_the_metrics_count_what_the_worker_ran(server: Server, client: OpenAI) -
     lines = [line for line in text.splitlines() if line.startswith("vllm:exl3_kernel_calls_total{")]
     assert any('layer_class="QKVParallelLinear",op="linear"' in line for line in lines)
     assert "vllm:generation_tokens_total" in text and 'vllm:exl3_weight_bytes{kind="trellis"}' in text
+
+
+def counted_calls(text: str) -> float:
+    """Calls of linears by the layer's class that the tiny pack surely runs."""
+    lines = [line for line in text.splitlines() if line.startswith("vllm:exl3_kernel_calls_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'layer_class="QKVParallelLinear"' in line)
+
+
+def test_two_front_processes_count_the_same_calls(tmp_path: Path) -> None:
+    """Whichever of them answers ``/metrics``."""
+    with start(tmp_path, "--api-server-count", "2") as server:
+        server.wait_healthy(240)
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        before = 0.0
+        for _ in range(2):
+            client.completions.create(model=MODEL, prompt="count", max_tokens=8, extra_body={"ignore_eos": True})
+            deadline = time.monotonic() + 20
+            while (now := counted_calls(metrics(server))) < before + 8 and time.monotonic() < deadline:
+                time.sleep(0.5)
+            assert now >= before + 8
+            time.sleep(5)  # two writes
+            now = counted_calls(metrics(server))
+            assert {counted_calls(metrics(server)) for _ in range(8)} == {now}
+            before = now
+        assert 'vllm:exl3_weight_bytes{kind="trellis"}' in metrics(server)
 
 
 def test_the_worker_answers_for_itself(server: Server) -> None:

@@ -8,6 +8,7 @@ one that published command lines give to ``splitting_ops``. Source: the EXL3 for
 
 import threading
 import weakref
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from vllm_exl3.ops import backends
 from vllm_exl3.ops.rings import ring_values
 from vllm_exl3.pack.assemble import RING_NGRAM
 
-__all__ = ["LOOKUP_OP", "Lookup", "NgramTable", "ngram_reference", "ngram_rows", "register_table"]
+__all__ = ["LOOKUP_OP", "Lookup", "NgramTable", "ngram_reference", "ngram_rows", "register_table", "set_running_model"]
 
 LOOKUP_OP = "vllm::exl3_ngram_lookup_out"
 
@@ -47,24 +48,42 @@ class NgramTable:
         self.bias, self.offsets, self.first_row = bias, offsets, first_row
 
 
-_tables: weakref.WeakValueDictionary[str, Lookup] = weakref.WeakValueDictionary()
-"""Weak, since a table may hold tens of GiB: it goes with the model that it belongs to."""
+_tables: weakref.WeakValueDictionary[tuple[Hashable, str], Lookup] = weakref.WeakValueDictionary()
+"""By model and layer name. Weak, since a table may hold tens of GiB: it goes with the model that it belongs to."""
 _lock = threading.Lock()
 
 
-def register_table(layer_name: str, lookup: Lookup) -> None:
-    """Let the op find a layer's table; a later engine of this process replaces an earlier one's.
+def _no_model() -> Hashable:
+    return None
+
+
+_running_model: Callable[[], Hashable] = _no_model
+
+
+def set_running_model(which: Callable[[], Hashable]) -> None:
+    """How the op tells apart layers of equal names when a process runs several models.
+
+    Args:
+        which: gives the ``model`` that `register_table` got, of the model that is running; None while none is.
+    """
+    global _running_model  # noqa: PLW0603  one runtime a process
+    _running_model = which
+
+
+def register_table(layer_name: str, lookup: Lookup, model: Hashable = None) -> None:
+    """Let the op find a layer's table.
 
     Args:
         layer_name: what the op is called with.
         lookup: must be kept by the layer; nothing here keeps it.
+        model: whose layer it is. Outside of any model's forward pass, the op takes the table that came last.
     """
     with _lock:
-        _tables[layer_name] = lookup
+        _tables[None, layer_name] = _tables[model, layer_name] = lookup
 
 
 def _lookup_out(ids: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
-    _tables[layer_name](ids, out)
+    _tables[_running_model(), layer_name](ids, out)
 
 
 def ngram_rows(

@@ -107,6 +107,11 @@ TOUCHED = (
         ("quant_config", "prefix"),
     ),
     Touched(f"{_NGRAM}:Qwen4ExpPLEPinnedHostEmbedding.__init__", "EXL3 n-gram tables", ("embedding_method",)),
+    Touched(
+        "vllm.forward_context:create_forward_context",
+        "telling the n-gram tables of several models in a process apart",
+        mentions=("no_compile_layers=vllm_config.compilation_config.static_forward_context",),
+    ),
     Touched(f"{_NGRAM}:Qwen4ExpPLEDeviceEmbedding.forward", "EXL3 n-gram tables", ("ngram_ids",)),
     Touched(
         f"{_NGRAM}:Qwen4ExpNGramEmbedding.__init__",

@@ -3,6 +3,9 @@
 ``vllm serve`` answers ``/metrics`` in its front process and runs models in others. Each of those leaves its counters
 in a file every few seconds; a collector in the front process's Prometheus registry reads the files when it is asked.
 The folder's name goes from the front process to the others in their environment.
+
+With several front processes (``--api-server-count``), vLLM answers from prometheus_client's own files, which every
+process writes; so do the processes that run models then (`metrics_shared`).
 """
 
 import atexit
@@ -10,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -24,6 +28,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from vllm_exl3 import env
 from vllm_exl3.ops import backends
 from vllm_exl3.serving import report
+from vllm_exl3.serving.metrics_shared import (
+    CALLS,
+    FALLBACK_CALLS,
+    FALLBACKS,
+    KV_TYPES,
+    WEIGHT_BYTES,
+    SharedMetrics,
+    several_front_processes,
+    summed,
+)
 
 __all__ = ["Exl3Collector", "leave_counters", "register_metrics", "snapshot"]
 
@@ -35,8 +49,8 @@ _EVERY = 2.0
 _STALE = 60.0
 """Seconds after which a file that nobody wrote is of a process that ended, perhaps of an earlier server."""
 
-_FALLBACKS = ("reference", "reconstruct")
-"""Backends that serve what no kernel of this package serves here."""
+_FOLDER = re.compile(r"vllm-exl3-(\d+)-[0-9a-f]{8}")
+"""What a server calls its folder of counters: its process, and what tells it from earlier ones of that number."""
 
 _started = False
 
@@ -44,6 +58,7 @@ _started = False
 def register_metrics() -> None:
     """Add the collector to the registry, and name the folder that other processes of this engine write to."""
     if not env.METRICS_FOLDER.get():
+        _remove_abandoned_folders(Path(tempfile.gettempdir()))
         folder = Path(tempfile.gettempdir()) / f"vllm-exl3-{os.getpid()}-{os.urandom(4).hex()}"
         os.environ[env.METRICS_FOLDER.aliases[0]] = str(folder)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -88,23 +103,18 @@ class Exl3Collector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, added up over processes."""
-        calls = CounterMetricFamily(
-            "vllm:exl3_kernel_calls", "Executions of EXL3 ops; of a CUDA graph when it is captured, not replayed.",
-            labels=["op", "backend", "layer_class"],
-        )  # fmt: skip
-        fallbacks = CounterMetricFamily(
-            "vllm:exl3_fallback_calls", "Executions of EXL3 ops that no kernel of this package served.", labels=["op"]
-        )
-        memory = GaugeMetricFamily("vllm:exl3_weight_bytes", "Bytes of EXL3 weights over all ranks.", labels=["kind"])
-        types = GaugeMetricFamily("vllm:exl3_kv_cache_dtype_info", "The KV cache's type.", labels=["dtype"])
+        calls = CounterMetricFamily(*CALLS.described, labels=CALLS.labels)
+        fallbacks = CounterMetricFamily(*FALLBACK_CALLS.described, labels=FALLBACK_CALLS.labels)
+        memory = GaugeMetricFamily(*WEIGHT_BYTES.described, labels=WEIGHT_BYTES.labels)
+        types = GaugeMetricFamily(*KV_TYPES.described, labels=KV_TYPES.labels)
         found = _all_snapshots()
-        for labels, count in _summed((tuple(row[:3]), row[3]) for one in found for row in one["calls"]):
+        for labels, count in summed((tuple(row[:3]), row[3]) for one in found for row in one["calls"]):
             calls.add_metric(labels, count)
-        for labels, count in _summed(
-            ((row[0],), row[3]) for one in found for row in one["calls"] if row[1] in _FALLBACKS
+        for labels, count in summed(
+            ((row[0],), row[3]) for one in found for row in one["calls"] if row[1] in FALLBACKS
         ):
             fallbacks.add_metric(labels, count)
-        for labels, count in _summed(((kind,), size) for one in found for kind, size in one["bytes"].items()):
+        for labels, count in summed(((kind,), size) for one in found for kind, size in one["bytes"].items()):
             memory.add_metric(labels, count)
         for dtype in sorted({dtype for one in found for dtype in one["kv_cache_dtypes"]}):
             types.add_metric([dtype], 1)
@@ -114,11 +124,29 @@ class Exl3Collector:
 _kv_types: set[str] = set()
 
 
-def _summed(pairs: Iterator[tuple[tuple[str, ...], int]]) -> list[tuple[tuple[str, ...], int]]:
-    totals: dict[tuple[str, ...], int] = {}
-    for labels, count in pairs:
-        totals[labels] = totals.get(labels, 0) + count
-    return sorted(totals.items())
+def _remove_abandoned_folders(parent: Path) -> None:
+    """Remove what servers that were killed have left, of this user and without a write for a while.
+
+    A process that is not seen may be another container's, whose temporary folder is shared: time has to tell too.
+    """
+    for path in parent.glob("vllm-exl3-*"):
+        name = _FOLDER.fullmatch(path.name)
+        with contextlib.suppress(OSError):  # another start removes it at the same time
+            if name is None or path.is_symlink() or path.stat().st_uid != os.getuid() or _runs(int(name[1])):
+                continue
+            written = max(file.stat().st_mtime for file in (path, *path.iterdir()))
+            if time.time() - written > _STALE:
+                shutil.rmtree(path)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def _all_snapshots() -> list[dict[str, Any]]:
@@ -152,9 +180,12 @@ def _is_snapshot(content: Any) -> bool:
 def _write_forever(folder: Path) -> None:
     stop = threading.Event()
     file = folder / f"{os.getpid()}.json"
+    shared = SharedMetrics() if several_front_processes() else None
     told = False
     while not stop.wait(_EVERY):
         try:
+            if shared is not None:
+                shared.write(snapshot())
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_uid != os.getuid():  # temporary folders are shared
                 logger.warning("vllm-exl3: %s is another user's: /metrics lacks this process's counters", folder)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3 import env
 from vllm_exl3.ops import backends
-from vllm_exl3.ops.ngram import LOOKUP_OP, Lookup, ngram_reference, register_table
+from vllm_exl3.ops.ngram import LOOKUP_OP, Lookup, ngram_reference, register_table, set_running_model
 from vllm_exl3.ops.ngram_tables import DiskTable, MemoryTable, PinnedRows, fill
 from vllm_exl3.pack import Pack, StoredNgramTable
 from vllm_exl3.pack.assemble import RING_NGRAM
@@ -73,6 +74,7 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
             RuntimeError: the table is to stay on disk, and vLLM would look it up inside a CUDA graph.
         """
         current = get_current_vllm_config()
+        self._model = id(current.compilation_config.static_forward_context)
         self._check_layer(layer, input_size_per_partition)
         first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
         # A rank beyond the table keeps its last row for the ids that vLLM masks to 0.
@@ -123,7 +125,7 @@ class NgramEmbeddingMethod(QuantizeMethodBase):
             fill(rows, reader, self.first_row)
             lookup = MemoryTable(rows, layer.head_bias, layer.head_offsets, self.first_row)
         self._lookup = lookup
-        register_table(self.name, lookup)
+        register_table(self.name, lookup, self._model)
         # The first look-up compiles a GPU's kernel: now, and not while a CUDA graph is captured.
         self.embedding(layer, torch.zeros(1, dtype=torch.int64, device=layer.head_bias.device))
         kind = f"n-gram rows, K = {stored.bits}, {self.place}"
@@ -236,6 +238,14 @@ def check_graphs(compilation: CompilationConfig, *, breakable: bool) -> None:
         "--enforce-eager, or set VLLM_EXL3_NGRAM_TABLE=pinned:\n"
         f"--compilation-config '{json.dumps(flag)}'"
     )
+
+
+def _running_model() -> int | None:
+    """The model whose forward pass this is, as its layers know it: vLLM keeps one such mapping an engine."""
+    return id(get_forward_context().no_compile_layers) if is_forward_context_available() else None
+
+
+set_running_model(_running_model)
 
 
 def _breakable() -> bool:
