@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from vllm_exl3.cuda import dispatch, prefill, runtime
+from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.binding import ELEMENTS, bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan, ShardArgs
@@ -115,6 +115,9 @@ def _linear_group(
     rotated: bool | None,
 ) -> None:
     device = runtime.device(x.device.index)
+    if form is None and cut is None and prefill_int8.serves(shards, x.shape[0], device.limits):
+        prefill_int8.prefill_int8(x, trellis, suh, svh, bias, shards, out)
+        return
     if form is None and cut is None and prefill.serves(shards, x.shape[0], device.limits):
         prefill.prefill(x, trellis, suh, svh, bias, shards, out)
         return
@@ -202,6 +205,7 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
             )
             found += plan(group, min(rows, form.tile_rows), in_width, form, limits).instances
         found += prefill.instances(group, limits)
+        found += prefill_int8.instances(group, limits)
     return list(dict.fromkeys(found))
 
 

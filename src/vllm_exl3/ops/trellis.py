@@ -11,7 +11,7 @@ import torch
 
 from vllm_exl3.pack.stored import BLOCK, TILE, Codebook
 
-__all__ = ["decode", "decode_states", "hadamard", "unpack_states"]
+__all__ = ["decode", "decode_states", "hadamard", "mul1_sums", "unpack_states"]
 
 _STATE_BITS = 16
 _POSITIONS = TILE * TILE
@@ -28,10 +28,32 @@ def decode(trellis: torch.Tensor, half_bits: int, codebook: int) -> torch.Tensor
     Returns:
         float16 ``[in, out]``: the weight in the rotated basis, without Hadamards or scales.
     """
-    rows, columns, _ = trellis.shape
-    weights = decode_states(unpack_states(trellis, half_bits), codebook)
-    tiles = weights[..., _position_of_cell(trellis.device)].view(rows, columns, TILE, TILE)
+    return _matrix(decode_states(unpack_states(trellis, half_bits), codebook))
+
+
+def mul1_sums(trellis: torch.Tensor, half_bits: int) -> torch.Tensor:
+    """The integers that mul1 weights are affine in: sums of the product words' bytes, 0..1005.
+
+    Args:
+        trellis: int16 ``[in/16, out/16, 16·K]``.
+        half_bits: 2·K.
+
+    Returns:
+        int64 ``[in, out]``.
+    """
+    return _matrix(_byte_sums(unpack_states(trellis, half_bits)))
+
+
+def _matrix(values: torch.Tensor) -> torch.Tensor:
+    """Values of ring positions ``[in/16, out/16, 256]`` as the matrix ``[in, out]``."""
+    rows, columns, _ = values.shape
+    tiles = values[..., _position_of_cell(values.device)].view(rows, columns, TILE, TILE)
     return tiles.permute(0, 2, 1, 3).reshape(rows * TILE, columns * TILE)
+
+
+def _byte_sums(states: torch.Tensor) -> torch.Tensor:
+    product = (states * 0x83DCD12D) & 0xFFFFFFFF
+    return (product & 255) + ((product >> 8) & 255) + ((product >> 16) & 255) + (product >> 24)
 
 
 def unpack_states(trellis: torch.Tensor, half_bits: int) -> torch.Tensor:
@@ -47,10 +69,8 @@ def unpack_states(trellis: torch.Tensor, half_bits: int) -> torch.Tensor:
 def decode_states(states: torch.Tensor, codebook: int) -> torch.Tensor:
     """16-bit states to float16 weights, exactly as the format defines them."""
     if codebook == Codebook.MUL1:
-        product = (states * 0x83DCD12D) & 0xFFFFFFFF
-        total = (product & 255) + ((product >> 8) & 255) + ((product >> 16) & 255) + (product >> 24)
         # One rounding: the affine value has at most 21 significant bits, exact in float64.
-        return ((total + 1024).double() * 0.00676727294921875 - 10.3828125).half()
+        return ((_byte_sums(states) + 1024).double() * 0.00676727294921875 - 10.3828125).half()
     product = states * 0xCBAC1FED if codebook == Codebook.MCG else states * 89226354 + 64248484
     folded = (product & 0x8FFF8FFF) ^ 0x3B603B60
     low, high = (_half_from_bits(folded & 0xFFFF), _half_from_bits(folded >> 16))

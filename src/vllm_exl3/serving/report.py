@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_exl3 import __version__
+from vllm_exl3 import __version__, env
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.embedding import embedding_reference
 from vllm_exl3.ops.linear import linear_reference
@@ -141,6 +141,7 @@ class Report:
             "embeddings": dict(self.embeddings),
             "dense_linears": dict(sorted(self.dense.items())),
             "kernels": self._kernels(),
+            "precision": self._precision(),
             "bytes": dict(self.bytes),
         }
 
@@ -170,6 +171,7 @@ class Report:
             lines.append(
                 f"  {op:<10} {kernel['backend']} on {kernel['device']}" + (f" ({declined})" if declined else "")
             )
+        lines += [f"  precision  {line}" for line in facts["precision"]]
         memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts["bytes"].items())
         lines.append(f"  memory     {memory} on this rank")
         return "\n".join(lines)
@@ -207,6 +209,17 @@ class Report:
             op: {"backend": choice.backend.name, "device": self.device, "declined": choice.declined}
             for op, choice in choices.items()
         }
+
+    def _precision(self) -> list[str]:
+        """What fast arithmetic serves, where it was asked for."""
+        if self.device is None or not self.layers or env.PRECISION.get() == "default":
+            return []
+        backend = backends.select("linear", self.device, linear_reference).backend
+        if self.device != "cuda" or backend.name != "native":
+            return [f"fast was asked for; {backend.name} on {self.device}, which serves linears, has no such mode"]
+        from vllm_exl3.cuda.precision import summary
+
+        return summary([layout.shards for _, layout in self.layers.values()])
 
 
 def reports() -> list[Report]:

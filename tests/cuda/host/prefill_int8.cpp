@@ -1,0 +1,47 @@
+// The prefill kernels of the fast mode on the host, behind two functions for ctypes: tiles of 128 tokens, which take no cluster.
+#include "ptx.h"
+#include "barrier.cuh"
+
+// Of clusters, which are not run here.
+inline void copy_to_cluster(u32, const u8*, u32, u32, u16) { stop("clusters"); }
+inline void mbarrier_arrive_at(u32, u32) { stop("clusters"); }
+inline u32 rank_in_cluster() { stop("clusters"); }
+inline void sync_cluster() { stop("clusters"); }
+
+inline void ptx_setmaxnreg_dec_sync_aligned_u32() {}
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
+// Copies happen at once here; of those through the L1, the kernels' are of 4 bytes.
+#define ptx_cp_async_cg_shared_global copy_16
+#define ptx_cp_async_ca_shared_global copy_4
+#define ptx_cp_async_wait_all copied
+inline void copy_16(u32 target, const void* from) { memcpy(shared_bytes(target, 16), from, 16); }
+inline void copy_4(u32 target, const void* from) { memcpy(shared_bytes(target, 4), from, 4); }
+inline void copied() {}
+#define atomicAdd add_one_thread_at_a_time
+inline u32 add_one_thread_at_a_time(u32* at, u32 value) { const u32 old = *at; *at += value; return old; }
+inline void ptx_ld_acquire_gpu_u32(u32& value, const u32* from) { value = *from; }
+inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
+inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
+template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
+template <class T> inline void __stcg(T* to, T value) { *to = value; }
+template <class T> inline void __stcs(T* to, T value) { *to = value; }
+inline void __threadfence() {}
+// As wgmma.cuh makes it.
+template <int K_STEP>
+inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
+
+#include "prefill_int8.cuh"
+#include "prefill_quantize.cu"
+
+extern "C" void quantize(const PrefillArgs* args, u32 rows, u32 shards, u32 threads) {
+    launch(rows, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });
+}
+
+// Layers whose shards have K = 4 and, second, 2.5 or 3.
+extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared, int half_bits) {
+    using S = ByteShape<128, 2, 1>;
+    launch(grid, 1, threads, shared, [=] {
+        if (half_bits == 5) prefill<S, 112, PrefillKinds<PrefillKind<5, 2>, PrefillKind<8, 2>>>(*args);
+        else prefill<S, 112, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+    });
+}
