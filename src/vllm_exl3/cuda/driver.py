@@ -1,6 +1,8 @@
 """Loading cubins and launching kernels with the CUDA driver, through cuda-bindings."""
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +25,14 @@ class Kernel:
     Attributes:
         function: the driver's handle.
         module: keeps the code loaded.
+        context: the CUDA context that it is loaded into.
         label: what messages call it.
         shared_limit: dynamic shared memory in bytes that launches may use so far.
     """
 
     function: Any
     module: Any
+    context: Any
     label: str
     shared_limit: int = 48 * 1024
 
@@ -87,8 +91,30 @@ class Kernel:
         config.hStream = driver.CUstream(stream)
         _set_attributes(config, ([_dependent_attribute()] if dependent else []) + _cluster_attributes(cluster))
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
+        with _current(self.context):  # a default stream's handle means that of the current context
+            (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
         _check(status, self.label)
+
+
+@contextlib.contextmanager
+def _switched(context: Any) -> Iterator[None]:
+    from cuda.bindings import driver
+
+    (status,) = driver.cuCtxPushCurrent(context)
+    _check(status, "making a kernel's context the current one")
+    try:
+        yield
+    finally:
+        driver.cuCtxPopCurrent()
+
+
+def _current(context: Any) -> contextlib.AbstractContextManager[None]:
+    """Make a context the current one, where another device's is."""
+    from cuda.bindings import driver
+
+    status, current = driver.cuCtxGetCurrent()
+    _check(status, "asking for the current context")
+    return contextlib.nullcontext() if int(current) == int(context) else _switched(context)
 
 
 def _set_attributes(config: Any, attributes: list[Any]) -> None:
@@ -130,7 +156,9 @@ def load_kernel(image: bytes, entry: str, label: str) -> Kernel:
     _check(status, f"loading {label}")
     status, function = driver.cuModuleGetFunction(module, entry.encode())
     _check(status, f"{label}: kernel {entry}")
-    return Kernel(function, module, label)
+    status, context = driver.cuCtxGetCurrent()
+    _check(status, f"{label}: the current context")
+    return Kernel(function, module, context, label)
 
 
 def zeroed_memory(size: int) -> int:

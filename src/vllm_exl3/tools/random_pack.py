@@ -26,7 +26,9 @@ _MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def write_random_pack(
     seed: int = 0,
     tie: bool = False,
     dtype: str = "bfloat16",
+    experts: int = 0,
+    top_k: int = 8,
     max_shard_bytes: int = 8 << 30,
 ) -> Path:
     """Write a decoder-only model with random EXL3 linears, streaming to disk.
@@ -64,7 +68,7 @@ def write_random_pack(
     Args:
         folder: where the pack goes; an existing folder is replaced.
         hidden: width of the residual stream; any number, padded to a multiple of 128 in the linears.
-        intermediate: width of the MLP, padded likewise.
+        intermediate: width of the MLP, or of each routed expert; padded likewise.
         layers: decoder layers.
         heads: attention heads.
         kv_heads: key-value heads.
@@ -73,21 +77,28 @@ def write_random_pack(
         bits: K of the body's linears, or a function of the module's key.
         head_bits: K of ``lm_head``; 16 stores it dense, None stores none (the embedding serves as head).
         codebook: ``3inst``, ``mcg`` or ``mul1``, or a function of the module's key.
-        architecture: ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` (biased q, k, v)
-            or ``Qwen3ForCausalLM`` (q and k norms).
+        architecture: ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` (biased q, k, v),
+            ``Qwen3ForCausalLM`` (q and k norms) or ``Qwen3MoeForCausalLM`` (the same with routed experts).
         seed: of everything random.
         tie: what ``tie_word_embeddings`` says; a stored head serves either way.
         dtype: ``bfloat16``, ``float16`` or ``float32``, of the dense tensors and in ``config.json``.
+        experts: routed experts of a layer; 0 but for ``Qwen3MoeForCausalLM``.
+        top_k: how many of them serve a token.
         max_shard_bytes: a file that would grow past this is split, with an index.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the architecture or the dtype is not one of these, or there is no head at all.
+        ValueError: the architecture or the dtype is not one of these, or experts do not go with it, or there is no
+            head at all.
     """
     if architecture not in _MODEL_TYPES:
         raise ValueError(f"architecture {architecture}: expected one of {', '.join(_MODEL_TYPES)}")
+    if (architecture == "Qwen3MoeForCausalLM") != (experts > 0):
+        raise ValueError(
+            f"{architecture} with {experts} experts: expected Qwen3MoeForCausalLM with some, others with 0"
+        )
     if head_bits is None and not tie:
         raise ValueError("head_bits=None stores no head, which takes tie=True")
     bits_of = bits if callable(bits) else lambda key: bits
@@ -103,6 +114,7 @@ def write_random_pack(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            experts=experts,
         )
     )
     head = _Linear("lm_head", hidden, vocab, gain=2.0)
@@ -115,8 +127,10 @@ def write_random_pack(
         prefix = f"model.layers.{number}"
         tensors.append(source.ones(f"{prefix}.input_layernorm.weight", hidden))
         tensors.append(source.ones(f"{prefix}.post_attention_layernorm.weight", hidden))
-        if architecture == "Qwen3ForCausalLM":
+        if architecture in _NORMED:
             tensors += [source.ones(f"{prefix}.self_attn.{name}_norm.weight", head_dim) for name in "qk"]
+        if experts:
+            tensors.append(source.dense(f"{prefix}.mlp.gate.weight", (experts, hidden), scale=2 * hidden**-0.5))
         for linear in by_layer[str(number)]:
             tensors += source.linear(linear, bits_of(linear.key), codebook_of(linear.key))
     tensors.append(source.ones("model.norm.weight", hidden))
@@ -149,6 +163,7 @@ def write_random_pack(
             "eos_token_id": 2,
             "pad_token_id": 0,
             "torch_dtype": dtype,
+            **(_expert_config(intermediate, experts, top_k) if experts else {}),
         },
         quantization={
             "quant_method": "exl3",
@@ -164,8 +179,27 @@ def write_random_pack(
     )
 
 
+def _expert_config(intermediate: int, experts: int, top_k: int) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+
+
 def _body(
-    *, architecture: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+    *,
+    architecture: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    experts: int,
 ) -> Iterator[_Linear]:
     """The linears of every layer; those that write to the residual stream are scaled down to keep its size."""
     bias = architecture == "Qwen2ForCausalLM"
@@ -177,10 +211,11 @@ def _body(
         yield _Linear(f"{attention}.k_proj", hidden, keys, bias=bias)
         yield _Linear(f"{attention}.v_proj", hidden, keys, bias=bias)
         yield _Linear(f"{attention}.o_proj", queries, hidden, gain=residual)
-        yield _Linear(f"{mlp}.gate_proj", hidden, intermediate)
-        yield _Linear(f"{mlp}.up_proj", hidden, intermediate)
-        # silu(gate)·up has a root mean square near 0.6 for unit inputs
-        yield _Linear(f"{mlp}.down_proj", intermediate, hidden, gain=residual / 0.6)
+        for part in [f"{mlp}.experts.{expert}" for expert in range(experts)] or [mlp]:
+            yield _Linear(f"{part}.gate_proj", hidden, intermediate)
+            yield _Linear(f"{part}.up_proj", hidden, intermediate)
+            # silu(gate)·up has a root mean square near 0.6 for unit inputs
+            yield _Linear(f"{part}.down_proj", intermediate, hidden, gain=residual / 0.6)
 
 
 class _Random:

@@ -1,0 +1,310 @@
+"""Starts the processes of ``gpu_two.py all``, watches them, and writes rows as results come."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.two_compare import compare, reference_of
+from vllm_exl3.tools.results import write_results
+
+__all__ = ["LANES", "SPEEDS", "children_of", "gpu_memory_mib", "run_all"]
+
+Row = dict[str, Any]
+
+_DENSE = ("llama_tied-3.0-mul1", "llama_odd-4.0-mul1", "phi3-5.0-mul1", "qwen3-2.25-mul1-emb4")
+_MORE = ("llama_tied-2.0-mcg", "llama_tied-1.0-3inst", "gemma2-6.0-mcg")
+_MOE = ("qwen3_moe-3.0-mul1", "mixtral-4.0-3inst", "random-128-experts")
+
+LANES: dict[str, list[str]] = {
+    "one-dense": [f"one:{pack}" for pack in (*_DENSE, *_MORE)],
+    "one-moe": [*(f"one:{pack}" for pack in _MOE), f"one-int4:{_DENSE[0]}", f"one-int4:{_MOE[1]}"],
+    "one-graphs": [f"one-graphs:{_DENSE[0]}", f"one-graphs:{_MOE[0]}", f"one-int4-graphs:{_DENSE[0]}"],
+    "tp2-dense": [f"tp2:{pack}" for pack in _DENSE],
+    "tp2-more": [*(f"tp2:{pack}" for pack in _MORE), f"tp2-nccl:{_DENSE[0]}"],
+    "tp2-moe": [f"tp2:{pack}" for pack in _MOE[1:]],
+    "ep2-moe": [f"ep2:{pack}" for pack in _MOE],
+    "pp2": [f"pp2:{_DENSE[0]}", f"pp2:{_MOE[0]}"],
+    "tp2-graphs": [f"tp2-graphs:{_DENSE[0]}", f"tp2-graphs:{_MOE[1]}"],
+    "ep2-graphs": [f"ep2-graphs:{_MOE[2]}"],
+    "tp2-int4": [f"tp2-int4:{_DENSE[0]}", f"tp2-int4:{_MOE[1]}", f"tp2-int4-graphs:{_DENSE[0]}"],
+}
+"""What processes run one after another, ``variant:pack`` each. Tensor parallelism cannot divide the experts of the first
+MoE pack: they are one block of 128 wide."""
+
+_DATA_PARALLEL = {"dp2-golden": _MOE[0], "dp2-random": _MOE[2]}
+_VICTIM = "victim"
+SPEEDS = {"exl3-2": ("exl3", 2), "exl3-1": ("exl3", 1), "bf16-2": ("bf16", 2), "bf16-1": ("bf16", 1)}
+"""Kind of weights and ranks, in the order in which they are measured."""
+
+_SPEED_SECONDS = 40
+"""What measuring one engine may take."""
+
+_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass
+class _Run:
+    """Everything under way.
+
+    Attributes:
+        work: folder of logs and what engines computed.
+        out: the results file.
+        machine: its folder's name under results.
+        script: this benchmark's file.
+        environment: of processes.
+        jobs: running processes by name.
+        told: files that were turned into rows already.
+    """
+
+    work: Path
+    out: Path
+    machine: str
+    script: Path
+    environment: dict[str, str]
+    jobs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    told: set[Path] = field(default_factory=set)
+    begin: float = field(default_factory=time.monotonic)
+
+    def start(self, name: str, *arguments: str, **environment: str) -> None:
+        """A process with a log and a session of its own; each gets ports of its own."""
+        port = str(21000 + 200 * len(self.jobs))
+        with (self.work / f"{name}.log").open("wb") as log:
+            self.jobs[name] = subprocess.Popen(
+                [sys.executable, str(self.script), *arguments],
+                env={**self.environment, "VLLM_PORT": port, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, done: Callable[[], bool], until: float) -> bool:
+        """Turn results into rows until something is done or the time is over."""
+        while not done():
+            if time.monotonic() - self.begin > until:
+                return False
+            self.collect()
+            time.sleep(0.3)
+        self.collect()
+        return True
+
+    def collect(self) -> None:
+        """Rows of what appeared since."""
+        for path in sorted([*self.work.glob("*/*.npz"), *self.work.glob("*/*.failed"), *self.work.glob("*.rows")]):
+            if path in self.told or path.name.endswith(".part.npz") or path.is_relative_to(self.work / "packs"):
+                continue
+            if path.suffix == ".rows":
+                self._collect_lines(path)
+                continue
+            if path.suffix == ".npz" and not self._has_reference(path):
+                continue
+            self.told.add(path)
+            self.write(compare(path, self.work))
+
+    def _has_reference(self, path: Path) -> bool:
+        reference = self.work / reference_of(path.parent.name)
+        pack = path.name.removesuffix(".npz").removesuffix(".0").removesuffix(".1")
+        return any((reference / f"{pack}{suffix}").exists() for suffix in (".npz", ".failed"))
+
+    def _collect_lines(self, path: Path) -> None:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+            key = path.with_suffix(f".{number}")
+            if key not in self.told and line.endswith("}"):
+                self.told.add(key)
+                self.write(json.loads(line))
+
+    def write(self, row: Row) -> None:
+        """One row into the results, in the place of what it measures anew, and onto the screen."""
+        identity = [key for key in ("subject", "kernel", "pack", "mode", "ranks", "m") if key in row]
+        write_results(
+            self.out,
+            [row],
+            machine=self.machine,
+            command="python benchmarks/gpu_two.py all",
+            replaces=lambda old: all(old.get(key) == row[key] for key in identity),
+        )
+        print(_short(row), f"at {time.monotonic() - self.begin:.0f} s", flush=True)
+
+    def end(self, name: str) -> None:
+        """Kill a process and whatever it started."""
+        job = self.jobs[name]
+        family = children_of(job.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+def _short(row: Row) -> str:
+    left_out = {"versions", "rank_states", "kernel"}
+    return " ".join(
+        f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in row.items()
+        if key not in left_out
+    )[:230]
+
+
+def run_all(*, work: Path, packs: Path, out: Path, seconds: float, only: list[str] | None, cpu: bool) -> None:
+    """Run everything and write rows.
+
+    Args:
+        work: emptied first.
+        packs: the golden packs.
+        out: the results file.
+        seconds: how long it may take.
+        only: beginnings of names.
+        cpu: on CPU ranks.
+    """
+
+    def wanted(name: str) -> bool:
+        return not only or any(name.startswith(beginning) for beginning in only)
+
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "packs").mkdir(parents=True)
+    for pack in packs.iterdir():
+        (work / "packs" / pack.name).symlink_to(pack.resolve())
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
+    environment |= _CPU if cpu else {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    run = _Run(work, out, "cpu" if cpu else "h200-x2", Path(__file__).with_name("gpu_two.py"), environment)
+    flags = ["--work", str(work), *(["--cpu"] if cpu else [])]
+    try:
+        _start(run, flags, wanted, cpu)
+        _first_half(run, seconds, [name for name in SPEEDS if wanted(name)])
+        _speeds(run, seconds, [name for name in SPEEDS if wanted(name)])
+    finally:
+        for name in run.jobs:
+            run.end(name)
+        run.collect()
+    if not cpu:
+        time.sleep(2)
+        run.write({"kernel": "native", "subject": "memory left", "mib": gpu_memory_mib()})
+    _tell_failures(run)
+
+
+def _start(run: _Run, flags: list[str], wanted: Callable[[str], bool], cpu: bool) -> None:
+    run.start("packs", "packs", *flags)
+    for name in filter(wanted, SPEEDS):
+        run.start(name, "speed", name, *flags, **({} if cpu or name != "bf16-1" else {"CUDA_VISIBLE_DEVICES": "1"}))
+    if wanted(_VICTIM):
+        run.start(_VICTIM, _VICTIM, _DENSE[0], *flags)
+    for name, steps in LANES.items():
+        if wanted(name):
+            run.start(name, "lane", *steps, *flags)
+    for number, (name, pack) in enumerate(_DATA_PARALLEL.items()):
+        if wanted(name):
+            for rank in range(2):
+                run.start(f"{name}-{rank}", "rank", str(rank), str(29600 + 20 * number), pack, *flags)
+
+
+def _first_half(run: _Run, seconds: float, speeds: list[str]) -> None:
+    """Everything but speed; a rank is killed as soon as it serves."""
+    others = [name for name in run.jobs if name not in SPEEDS and name != _VICTIM]
+    until = seconds - 25 - sum(_SPEED_SECONDS * 0.6 for _ in speeds)
+    if _VICTIM in run.jobs:
+        log = run.work / f"{_VICTIM}.log"
+        victim = run.jobs[_VICTIM]
+        run.wait(lambda: b"GENERATING" in log.read_bytes() or victim.poll() is not None, until)
+        run.write(_kill_a_rank(victim, log, until - (time.monotonic() - run.begin)))
+    run.wait(lambda: all(run.jobs[name].poll() is not None for name in others), until)
+    for name in others:
+        if run.jobs[name].poll() is None:
+            run.write({"kernel": "native", "subject": "unfinished", "mode": name, "ok": False})
+            run.end(name)
+
+
+def _kill_a_rank(victim: "subprocess.Popen[bytes]", log: Path, patience: float) -> Row:
+    """Kill the second worker and see how the engine ends."""
+    row: Row = {"kernel": "native", "subject": "killed rank", "mode": "tp2"}
+    time.sleep(2)  # in the middle of a request
+    family = children_of(victim.pid)
+    workers = [pid for pid in family if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    if len(workers) < 2:
+        return {**row, "ok": False, "found": f"{len(workers)} workers among {len(family)} processes"}
+    os.kill(workers[-1], signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        status = victim.wait(timeout=max(5.0, min(60.0, patience)))
+    except subprocess.TimeoutExpired:
+        return {**row, "ok": False, "found": "the engine goes on"}
+    took = time.monotonic() - begin
+    time.sleep(1)
+    left = [pid for pid in family if Path(f"/proc/{pid}").exists() and not _is_zombie(pid)]
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if "died unexpectedly" in line] + [line for line in lines if "ENDED" in line]
+    ok = status == 3 and len(said) > 1 and not left
+    return {**row, "ok": ok, "seconds": round(took, 1), "left": len(left), "messages": [line[-200:] for line in said]}
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def children_of(pid: int) -> list[int]:
+    """Every process that descends from one, in the order in which they were started."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, ahead = [], [pid]
+    while ahead:
+        children = [child for child, parent in parents.items() if parent == ahead[0]]
+        ahead = [*ahead[1:], *children]
+        found += children
+    return sorted(found)
+
+
+def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
+    """Let each engine measure, when all that will are ready, one after another."""
+
+    def settled(name: str) -> bool:
+        return (run.work / f"{name}.ready").exists() or run.jobs[name].poll() is not None
+
+    run.wait(lambda: all(map(settled, speeds)), seconds - 15 - 0.6 * _SPEED_SECONDS * len(speeds))
+    for name in speeds:
+        left = seconds - 5 - (time.monotonic() - run.begin)
+        if (run.work / f"{name}.ready").exists() and left > 10:
+            (run.work / f"{name}.go").touch()
+            job, done = run.jobs[name], run.work / f"{name}.done"
+
+            def over(job: "subprocess.Popen[bytes]" = job, done: Path = done) -> bool:
+                return done.exists() or job.poll() is not None
+
+            run.wait(over, time.monotonic() - run.begin + min(left, _SPEED_SECONDS))
+        run.collect()
+        run.end(name)
+
+
+def gpu_memory_mib() -> list[int]:
+    """Used memory of every GPU, by nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
+
+
+def _tell_failures(run: _Run) -> None:
+    for name, job in run.jobs.items():
+        if job.returncode not in (0, -signal.SIGKILL):
+            lines = (run.work / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            errors = [line for line in lines if "Error" in line]
+            print(f"{name} ended with {job.returncode}: {(errors or lines or ['no log'])[-1][-200:]}", flush=True)

@@ -1,0 +1,147 @@
+"""Speed of an 8B-shaped model over one GPU or two: one engine's part of ``gpu_two.py``."""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.two_engines import load
+
+__all__ = ["BATCHES", "KERNELS", "PROMPTS", "SHAPE", "speed", "write_bf16_config"]
+
+SHAPE = {
+    "hidden": 4096,
+    "intermediate": 14336,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "vocab": 128256,
+}
+KERNELS = {"exl3": "native", "bf16": "cublas_bf16"}
+BATCHES = (1, 8, 32)
+PROMPTS = (1, 4)
+"""How many prompts of `PROMPT_LENGTH` tokens are answered together."""
+PROMPT_LENGTH = 2048
+_DECODED_AFTER = 128
+_SHORT, _LONG = 16, 144
+_REPEATS = 3
+
+
+def speed(kind: str, ranks: int, pack: Path, out: Path, shape: dict[str, int], options: dict[str, Any]) -> None:
+    """Start an engine, wait for one's turn, and measure.
+
+    Args:
+        kind: of `KERNELS`.
+        ranks: GPUs.
+        pack: the model's folder; waited for.
+        out: ``NAME.ready`` is made there when the engine is, ``NAME.go`` waited for, ``NAME.rows`` gets a line a row.
+        shape: of the model.
+        options: further options of the engine.
+    """
+    import vllm  # noqa: F401  (while another process writes the pack)
+
+    name = f"{kind}-{ranks}"
+    while not (pack / "complete").exists():
+        time.sleep(0.2)
+    begin = time.perf_counter()
+    llm = load(
+        pack,
+        **{
+            "dtype": "bfloat16",
+            "tensor_parallel_size": ranks,
+            "enforce_eager": False,
+            # graphs of the sizes measured only: capturing is what a start spends its time on
+            "compilation_config": {"cudagraph_capture_sizes": list(BATCHES)},
+            "max_model_len": PROMPT_LENGTH + 256,
+            "max_num_batched_tokens": max(PROMPTS) * PROMPT_LENGTH,
+            "max_num_seqs": max(BATCHES),
+            "kv_cache_memory_bytes": 3 << 30,
+            "gpu_memory_utilization": 0.2,
+            **options,
+        },
+    )
+    started = time.perf_counter() - begin
+    identity = {"kernel": KERNELS[kind], "ranks": ranks}
+    states = llm.collective_rpc("probe_state")
+    with (out / f"{name}.rows").open("w", encoding="utf-8", buffering=1) as rows:
+        start = {"start_s": round(started, 1)}
+        memory = {key: [state[key] for state in states] for key in ("weight_bytes", "allocated_bytes", "peak_bytes")}
+        print(json.dumps({**identity, "subject": "start", **start, **memory}), file=rows)
+        (out / f"{name}.ready").touch()
+        while not (out / f"{name}.go").exists():
+            time.sleep(0.1)
+        for row in [*_decode(llm, shape["vocab"]), *_prefill(llm, shape["vocab"])]:
+            print(json.dumps({**identity, **row}), file=rows)
+    (out / f"{name}.done").touch()
+
+
+def _prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [[int(token) for token in generator.integers(0, vocabulary, length)] for _ in range(count)]
+
+
+def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def _decode(llm: Any, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Seconds of a step from the difference between two output lengths."""
+    for batch in BATCHES:
+        prompts = _prompts(batch, _DECODED_AFTER, vocabulary)
+        _seconds(llm, prompts, _SHORT)
+        steps = [
+            (_seconds(llm, prompts, _LONG) - _seconds(llm, prompts, _SHORT)) / (_LONG - _SHORT) for _ in range(_REPEATS)
+        ]
+        step = statistics.median(steps)
+        spread = (max(steps) - min(steps)) * 1e6
+        yield {
+            "subject": "decode",
+            "m": batch,
+            "us": step * 1e6,
+            "spread_us": spread,
+            "tokens_per_second": batch / step,
+        }
+
+
+def _prefill(llm: Any, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Time to the first token of prompts that come together."""
+    for count in PROMPTS:
+        prompts = _prompts(count, PROMPT_LENGTH, vocabulary)
+        _seconds(llm, prompts, 1)
+        seconds = [_seconds(llm, prompts, 1) for _ in range(_REPEATS)]
+        took = statistics.median(seconds)
+        tokens = count * PROMPT_LENGTH
+        yield {"subject": "prefill", "m": tokens, "us": took * 1e6, "tokens_per_second": tokens / took}
+
+
+def write_bf16_config(folder: Path, shape: dict[str, int]) -> None:
+    """A folder that describes a bf16 model of a shape; its weights are vLLM's dummies."""
+    folder.mkdir(parents=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["head_dim"],
+        "vocab_size": shape["vocab"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
