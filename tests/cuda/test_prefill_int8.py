@@ -87,7 +87,7 @@ def test_rounded_weights_are_near() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([1e-3, 1.0, 1e3]), st.sampled_from([3, 5, 8]), st.integers(1, 8))
 def test_the_stated_bound(seed: int, magnitude: float, half_bits: int, blocks: int) -> None:
-    """Normal activations: 1.2 % of the mathematics. With a block a hundred times larger the rest is lost, by rounding."""
+    """Normal activations err by 1.2 %; a value of any row is rounded by half a step at most."""
     shard = (Shard(half_bits, 2, 128 * blocks, 128, 0, 128),)
     weights, layout = _weights(shard, seed), tuple(pack_shards(shard))
     x = torch.randn((32, 128 * blocks), generator=torch.Generator().manual_seed(seed)) * magnitude
