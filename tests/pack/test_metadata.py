@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from tests.tiny_pack import llama
 from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.check import check
-from vllm_exl3.pack.metadata import declared_blocks, ledger_entries, merge_blocks, sidecar_head
+from vllm_exl3.pack.metadata import (
+    declared_blocks,
+    ledger_entries,
+    merge_blocks,
+    sidecar_head,
+    text_config,
+    text_configs,
+)
+from vllm_exl3.pack.skip import draft_layers, main_layers
+from vllm_exl3.pack.spelling import keys_are_values
 
 INFORMATIONAL, COMPARED, DELEGATED, REFUSED = "informational", "compared", "delegated", "refused"
 """Shown only; compared with the headers, which win; left to whoever serves the layers that are not EXL3; a fault."""
@@ -213,3 +222,19 @@ def test_broken_sidecar_names_the_file(text: str) -> None:
     with pytest.raises(Exl3PackError) as caught:
         sidecar_head(text, "quantization_config.json in somewhere")
     assert "quantization_config.json" in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["text_config", "llm_config", "language_config"])
+def test_the_language_model_is_described_in_one_of_several_places(name: str) -> None:
+    inner = {"hidden_size": 2, "num_hidden_layers": 3, "mtp_num_hidden_layers": 1, "attention_k_eq_v": True}
+    config = {"hidden_size": 1, "num_hidden_layers": 9, name: inner, "vision_config": {"hidden_size": 7}}
+    assert text_config(config) is inner
+    assert text_configs(config) == [inner, config]
+    assert (main_layers(config), draft_layers(config), keys_are_values(config)) == (3, 1, True)
+
+
+@pytest.mark.parametrize("nested", [{}, {"text_config": {}}, {"text_config": None}, {"text_config": "x"}])
+def test_without_a_nested_description_the_root_counts(nested: dict[str, Any]) -> None:
+    config = {"hidden_size": 1, "num_hidden_layers": 9, **nested}
+    assert text_config(config) is config
+    assert (main_layers(config), draft_layers(config), keys_are_values(config)) == (9, 0, False)

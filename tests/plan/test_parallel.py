@@ -8,7 +8,7 @@ import pytest
 from tests.tiny_pack import Draft
 from vllm_exl3.pack import Pack
 from vllm_exl3.plan.parallel import DEGREES, expert_parallel, tensor_parallel
-from vllm_exl3.plan.shapes import input_width, output_width, text_config
+from vllm_exl3.plan.shapes import input_width, output_width
 
 
 def _padded(width: int) -> int:
@@ -137,8 +137,3 @@ def test_inputs_before_padding(leaf: str, stored: int, config: dict[str, Any], r
 )
 def test_outputs_before_padding(leaf: str, stored: int, config: dict[str, Any], real: int) -> None:
     assert output_width(leaf, stored, config) == real
-
-
-def test_text_config_is_the_language_model_s() -> None:
-    assert text_config({"hidden_size": 1, "text_config": {"hidden_size": 2}})["hidden_size"] == 2
-    assert text_config({"hidden_size": 1, "text_config": {}})["hidden_size"] == 1

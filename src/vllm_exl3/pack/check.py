@@ -13,7 +13,7 @@ import numpy as np
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
 from vllm_exl3.pack.files import missing_file_fault
-from vllm_exl3.pack.metadata import architectures
+from vllm_exl3.pack.metadata import architectures, text_configs
 from vllm_exl3.pack.pack import INDEX, Pack
 from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, classify, main_layers
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
@@ -225,11 +225,10 @@ def _gaps(pack: Pack) -> Iterator[Exl3PackError]:
 
 
 def _declared_experts(config: Mapping[str, Any]) -> int:
-    for holder in (config.get("text_config"), config):
-        if isinstance(holder, Mapping):
-            for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-                if isinstance(holder.get(name), int):
-                    return int(holder[name])
+    for holder in text_configs(config):
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+            if isinstance(holder.get(name), int):
+                return int(holder[name])
     return 0
 
 
@@ -254,8 +253,8 @@ def _has_head(pack: Pack) -> bool:
 
 
 def _tied(config: Mapping[str, Any]) -> bool | None:
-    for holder in (config, config.get("text_config")):
-        if isinstance(holder, Mapping) and isinstance(holder.get("tie_word_embeddings"), bool):
+    for holder in reversed(text_configs(config)):  # the root first
+        if isinstance(holder.get("tie_word_embeddings"), bool):
             return bool(holder["tie_word_embeddings"])
     return None
 

@@ -11,11 +11,20 @@ from typing import Any
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.json_text import JsonEntries, parse_json
 
-__all__ = ["architectures", "declared_blocks", "ledger_entries", "merge_blocks", "parse_object", "sidecar_head"]
+__all__ = [
+    "architectures",
+    "declared_blocks",
+    "ledger_entries",
+    "merge_blocks",
+    "parse_object",
+    "sidecar_head",
+    "text_config",
+    "text_configs",
+]
 
 SIDECAR = "quantization_config.json"
 NESTED = ("text_config", "llm_config", "language_config")
-"""Sub-configs of multimodal models that may hold the quantization block instead of the root."""
+"""Sub-configs of multimodal models that may describe the language model instead of the root."""
 
 _LEDGER = re.compile(r'"tensor_storage"\s*:\s*')
 _SPACE = re.compile(r"[\s,:]*")
@@ -40,6 +49,16 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     """The names under ``architectures`` in config.json; whatever else stands there is left to vLLM to refuse."""
     names = config.get("architectures")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def text_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parts of config.json that may describe the language model: what is nested first, the root last."""
+    return [part for part in (*(config.get(name) for name in NESTED), config) if isinstance(part, Mapping)]
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that does describe the language model: the first with a width, else the root."""
+    return next((part for part in text_configs(config) if "hidden_size" in part), config)
 
 
 def declared_blocks(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_exl3.pack.assemble import LINEAR_LEAVES, NGRAM_EXTRA
+from vllm_exl3.pack.metadata import text_configs
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import StoredRowTable, StoredTensor
 
@@ -171,16 +172,16 @@ def _ngram_owner(pack: Pack, key: str) -> bool:
 
 def main_layers(config: Mapping[str, Any]) -> int:
     """Decoder layers of the main model, or 0 when config.json does not say."""
-    for holder in (config.get("text_config"), config.get("llm_config"), config):
-        if isinstance(holder, Mapping) and isinstance(holder.get("num_hidden_layers"), int):
+    for holder in text_configs(config):
+        if isinstance(holder.get("num_hidden_layers"), int):
             return int(holder["num_hidden_layers"])
     return 0
 
 
 def draft_layers(config: Mapping[str, Any]) -> int:
     """MTP layers that config.json declares, under any of the names in use."""
-    for holder in (config.get("text_config"), config.get("llm_config"), config):
-        for name, value in holder.items() if isinstance(holder, Mapping) else ():
+    for holder in text_configs(config):
+        for name, value in holder.items():
             if ("nextn" in name or "mtp" in name) and "layers" in name and type(value) is int:
                 return value
     return 0

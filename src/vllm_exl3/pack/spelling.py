@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_exl3.pack.metadata import text_configs
+
 __all__ = [
     "EMBEDDING_NAMES",
     "HEAD_NAMES",
@@ -68,5 +70,4 @@ def canonical(name: str, main_layers: int) -> str:
 
 def keys_are_values(config: Mapping[str, Any]) -> bool:
     """Whether some layers store keys once and use them as values too, as config.json says."""
-    text = config.get("text_config")
-    return bool(config.get("attention_k_eq_v") or (isinstance(text, Mapping) and text.get("attention_k_eq_v")))
+    return any(bool(part.get("attention_k_eq_v")) for part in text_configs(config))

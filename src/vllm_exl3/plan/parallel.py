@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
 from vllm_exl3.pack.stored import BLOCK
 from vllm_exl3.plan.partition import block_split
-from vllm_exl3.plan.shapes import ROW_LEAVES, input_width, number, text_config
+from vllm_exl3.plan.shapes import ROW_LEAVES, input_width, number
 
 __all__ = ["DEGREES", "Degree", "expert_parallel", "tensor_parallel"]
 

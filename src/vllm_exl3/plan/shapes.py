@@ -6,9 +6,10 @@ A pack pads every width to a multiple of 128 and does not record the original; c
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["ROW_LEAVES", "input_width", "number", "output_width", "text_config"]
+__all__ = ["ROW_LEAVES", "input_width", "number", "output_width"]
 
 ATTENTION_OUTPUTS = ("o_proj", "out_proj", "wo", "o_b_proj", "dense")
 MLP_OUTPUTS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_fc2", "c_proj")
@@ -31,15 +32,6 @@ _PAIRS = (
     ("n_shared_experts", "moe_intermediate_size"),
     ("mamba_num_heads", "mamba_head_dim"),
 )
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model."""
-    for name in ("text_config", "llm_config", "language_config"):
-        nested = config.get(name)
-        if isinstance(nested, Mapping) and "hidden_size" in nested:
-            return nested
-    return config
 
 
 def number(config: Mapping[str, Any], *names: str) -> int:
