@@ -165,7 +165,7 @@ def test_an_existing_target_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("qwen3-2.25-mul1-emb4", "0 token embeddings"), ("no-such-folder", "no \\*.safetensors")],
+    [("qwen3-2.25-mul1-emb4", "EXL3-coded rows, which is quantized already"), ("no-such-folder", "no \\*.safetensors")],
 )
 def test_what_has_no_16_bit_table_is_refused(name: str, found: str, tmp_path: Path) -> None:
     with pytest.raises(Exl3PackError, match=found):
@@ -173,10 +173,13 @@ def test_what_has_no_16_bit_table_is_refused(name: str, found: str, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_is_not_quantized_twice(tmp_path: Path) -> None:
-    quantize_embedding(plain(tmp_path / "source"), tmp_path / "once", 8)
-    with pytest.raises(Exl3PackError, match="cannot be quantized again"):
-        quantize_embedding(tmp_path / "once", tmp_path / "twice", 4)
+@pytest.mark.parametrize("module", [None, KEY])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_table_is_not_quantized_twice(bits: int, module: str | None, tmp_path: Path) -> None:
+    quantize_embedding(plain(tmp_path / "source"), tmp_path / "once", bits)
+    with pytest.raises(Exl3PackError, match=f"{KEY} as int{bits} rows, which is quantized already.*made from"):
+        quantize_embedding(tmp_path / "once", tmp_path / "twice", 4, module=module)
+    assert not (tmp_path / "twice").exists()
 
 
 def test_an_unusual_name_is_given_by_hand(tmp_path: Path) -> None:

@@ -83,10 +83,12 @@ def test_embeddings_are_named_with_their_bytes_and_kernels_only_where_one_decode
         method.process_weights_after_loading(dense)
     pack = SimpleNamespace(source="pack", commit=None, quantization={})
     assert report.layer_ready("down", layer, pack)  # type: ignore[arg-type]
-    assert "embedding  embed_tokens: dense, bfloat16, 2.0 MiB" in report.text()
+    assert "table      embed_tokens: dense, bfloat16, 2.0 MiB" in report.text()
     assert set(report.as_dict()["kernels"]) == {"linear"}
     report.embedding_ready("ngram", "n-gram rows, K = 5, disk", 0)
     assert set(report.as_dict()["kernels"]) == {"linear", "ngram"}
     report.embedding_ready("embed_tokens", "int8, a scale for each row", 7)
     assert set(report.as_dict()["kernels"]) == {"linear", "ngram", "embedding"}
     assert report.bytes["embedding"] == 7
+    labels = [line.split()[0] for line in report.text().splitlines()[1:]]
+    assert [labels.count(label) for label in ("table", "embedding", "ngram")] == [2, 1, 1]

@@ -161,7 +161,7 @@ class Report:
             f"  dense      {_by_reason(facts['dense_linears'])}",
         ]
         for where, kind in facts["embeddings"].items():
-            lines.append(f"  embedding  {where}: {kind}, {self._embedding_bytes[where] / 2**20:.1f} MiB")
+            lines.append(f"  table      {where}: {kind}, {self._embedding_bytes[where] / 2**20:.1f} MiB")
         if experts := facts["experts"]:
             mixed = ", ".join(f"K {bits}: {share:.0%}" for bits, share in experts["weights_by_bits"].items())
             held = "" if experts["local"] == experts["total"] else f", {experts['local']} of them on this rank"

@@ -135,13 +135,20 @@ def _find_table(headers: Mapping[str, FileHeader], source: Path, module: str | N
             for name, tensor in tensors.items()
             if name.endswith(".weight") and is_embedding_name(name.removesuffix(".weight")) and len(tensor.shape) == 2
         ]
+    if not names and (quantized := _quantized_table(tensors, module)) is not None:
+        raise _fault(
+            f"{quantized}, which is quantized already",
+            "a 16-bit table",
+            str(source),
+            "Start from the model that this folder was made from: quantizing a second time would only add error.",
+        )
     if len(names) != 1:
         stored = [name for name in tensors if "embed" in name]
         raise _fault(
             f"{len(names)} token embeddings ({', '.join(names or stored[:4]) or 'nothing similar'})",
             "one 16-bit .weight to replace",
             str(source),
-            "Name the module with --module, such as model.embed_tokens; a quantized table cannot be quantized again.",
+            "Name the module with --module, such as model.embed_tokens.",
         )
     table = tensors[names[0]]
     if table.dtype not in _SOURCE_DTYPES or len(table.shape) != 2 or not min(table.shape):
@@ -152,6 +159,16 @@ def _find_table(headers: Mapping[str, FileHeader], source: Path, module: str | N
             "Start from the 16-bit model.",
         )
     return table
+
+
+def _quantized_table(tensors: Mapping[str, StoredTensor], module: str | None) -> str | None:
+    """The name and kind of a token embedding that is stored as codes, or None."""
+    for name, tensor in tensors.items():
+        key, _, leaf = name.rpartition(".")
+        if leaf in ("qrows", "signs") and (is_embedding_name(key) if module is None else key == module):
+            kind = {"I8": "int8", "U8": "int4"}.get(tensor.dtype) if leaf == "qrows" else "EXL3-coded"
+            return f"{key} as {kind} rows" if kind else key
+    return None
 
 
 class _Plan:
