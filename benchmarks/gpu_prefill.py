@@ -27,7 +27,7 @@ from gpu_prefill_checks import check_all
 from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct, runtime
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import Form, GpuLimits
-from vllm_exl3.cuda.prefill_plan import ROWS, TILES, TRANSFORM, PrefillArgs, plan_prefill
+from vllm_exl3.cuda.prefill_plan import FINISH, TILES, TRANSFORM, PrefillArgs, plan_prefill
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -159,7 +159,7 @@ def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance
     if not prefill.serves(layer, rows, limits):
         form = dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture)
         return form.name, linear.plan(layer, min(rows, form.tile_rows), width, form, limits).instances
-    window, names, instances = prefill.window_rows(layer), [], [ROWS, TRANSFORM]
+    window, names, instances = prefill.window_rows(layer), [], [TRANSFORM, FINISH]
     for first in range(0, rows, window):
         plan = plan_prefill(layer, min(rows - first, window), width, limits)
         names.append(f"prefill{PrefillArgs.from_buffer_copy(plan.arguments).tile_rows}")

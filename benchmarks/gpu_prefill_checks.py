@@ -12,7 +12,7 @@ import torch
 from gpu_linear_checks import HALF_BITS, Checks, exact
 
 from vllm_exl3.cuda import linear, prefill, reconstruct, runtime
-from vllm_exl3.cuda.prefill_plan import MMA_TILES, ROWS, TILES, TRANSFORM, plan_prefill
+from vllm_exl3.cuda.prefill_plan import FINISH, MMA_TILES, TILES, TRANSFORM, plan_prefill
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
@@ -44,7 +44,7 @@ def run(
 def prepare(layers: Iterable[tuple[Shard, ...]], tiles: Iterable[int] = TILES) -> None:
     """Compile, in parallel, what these layers need."""
     device = runtime.device(torch.cuda.current_device())
-    wanted = [ROWS, TRANSFORM]
+    wanted = [TRANSFORM, FINISH]
     for shards in layers:
         plans = [plan_prefill(shards, tokens, shards[0].in_features, device.limits, tokens) for tokens in tiles]
         wanted += [plan.instance for plan in plans]
@@ -156,7 +156,7 @@ def check_without_wgmma(checks: Checks, seed: int) -> None:
         instance
         for layer in (*layers, MIXED)
         for tokens in MMA_TILES
-        for instance in (ROWS, TRANSFORM, plan_prefill(layer, 1, layer[0].in_features, others, tokens).instance)
+        for instance in (TRANSFORM, FINISH, plan_prefill(layer, 1, layer[0].in_features, others, tokens).instance)
     )
     for layer in (*layers, MIXED):
         parts = [random_weights(shard, seed + index) for index, shard in enumerate(layer)]

@@ -22,7 +22,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 struct Dim { unsigned x, y, z; };
-static Dim threadIdx, blockIdx, gridDim;
+static Dim threadIdx, blockIdx, blockDim, gridDim;
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -104,13 +104,14 @@ static unsigned __dp4a(unsigned, unsigned, unsigned) { abort(); }
 static unsigned __funnelshift_l(unsigned, unsigned, unsigned) { abort(); }
 static unsigned __funnelshift_r(unsigned, unsigned, unsigned) { abort(); }
 
+static unsigned char* rows;  // the transform's dynamic shared memory
 #include "transform.h"
-#include "epilogue.h"
+static unsigned char* memory;  // the finishing kernel's shared memory
+#include "finish.h"
 
 struct HostBlock {
     const PrefillArgs& args;
     Staging& staging;
-    u32* last;
     u32 place;
     int warp, lane, thread;
     void sync() const { block_barrier.wait(256); }
@@ -126,10 +127,9 @@ template <class T> std::vector<T> read(size_t count) {
 template <int TOKENS, int PAIRS, int CLUSTER>
 void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<float>& dense, u32 outputs, unsigned seed) {
     using S = Shape<TOKENS, PAIRS, CLUSTER>;
-    alignas(16) static char memory[STAGING_BYTES<S>];
-    Staging& staging = *reinterpret_cast<Staging*>(memory);
-    static u32 last;
-    shared_base = memory;
+    alignas(16) static char staged[STAGING_BYTES<S>];
+    Staging& staging = *reinterpret_cast<Staging*>(staged);
+    shared_base = staged;
     std::vector<unsigned> order(clusters);
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));
@@ -161,7 +161,7 @@ void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<flo
                 }
                 blockIdx.x = cluster * CLUSTER + place / PAIRS;
                 run_block(256, [&] {
-                    HostBlock block{args, staging, &last, place, int(threadIdx.x / 32), int(threadIdx.x % 32), int(threadIdx.x)};
+                    HostBlock block{args, staging, place, int(threadIdx.x / 32), int(threadIdx.x % 32), int(threadIdx.x)};
                     float sums[TOKENS / 2];
                     for (int j = 0; j < TOKENS / 8; ++j)
                         for (int i = 0; i < 4; ++i) {
@@ -176,9 +176,10 @@ void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<flo
 }
 
 int main() {
-    // Sizes: PrefillArgs without pointers (as the plan makes it), then tokens, clusters, seed, transform grid x and y.
+    // Sizes: PrefillArgs without pointers (as the plan makes it), then tokens, clusters, seed, the transform's blocks, threads and shared memory,
+    // and the finishing kernel's grid.
     PrefillArgs args = read<PrefillArgs>(1)[0];
-    const auto more = read<u32>(5);
+    const auto more = read<u32>(8);
     u32 outputs = 0, columns = 0;
     for (u32 s = 0; s < args.shard_count; ++s) outputs += args.shards[s].out_features, columns += args.shards[s].crop_size;
     auto x = read<u16>(size_t(args.rows) * args.in_width);
@@ -186,24 +187,26 @@ int main() {
     auto svh = read<u16>(outputs);
     auto bias = read<float>(columns);
     auto dense = read<float>(size_t(args.in_features) * outputs);
-    std::vector<float> out(size_t(args.rows) * columns, NAN), scales(2 * args.shard_count * args.rows, NAN);
-    std::vector<u32> counters(args.counter_count + 1, 77);
+    std::vector<float> out(size_t(args.rows) * columns, NAN), scales(args.shard_count * args.rows, NAN);
     std::vector<uint4> activations(size_t(args.shard_count) * args.row_tiles * args.tile_rows * args.in_features / 8 + 1);
     memset(activations.data(), 0xff, activations.size() * 16);
-    std::vector<float4> partials(size_t(4) * (args.ranges + 1) * args.partial_stride, float4{NAN, NAN, NAN, NAN});
+    std::vector<float4> partials(size_t(4) * (args.ranges + 1) * args.tile_rows * 32, float4{NAN, NAN, NAN, NAN});
     // Vectors of u16 and float from malloc are 16-byte aligned, as device tensors are.
     args.x = x.data(), args.x_stride = args.in_width, args.x_type = F16, args.out = out.data(), args.out_stride = columns, args.out_type = F32;
     args.bias = bias.data(), args.bias_type = F32, args.activations = reinterpret_cast<u8*>(activations.data());
-    args.scales = scales.data(), args.counters = counters.data(), args.partials = partials.data();
+    args.scales = scales.data(), args.partials = partials.data();
     for (u32 s = 0, column = 0; s < args.shard_count; column += args.shards[s++].out_features)
         args.shards[s].suh = suh.data() + size_t(s) * args.in_features, args.shards[s].svh = svh.data() + column;
-    gridDim = {args.rows, 1, 1};
-    for (blockIdx.x = 0; blockIdx.x < args.rows; ++blockIdx.x) run_block(ROW_THREADS, [&] { exl3_prefill_rows(args); });
-    gridDim = {more[3], more[4], 1};
-    for (blockIdx.y = 0; blockIdx.y < more[4]; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < more[3]; ++blockIdx.x) run_block(TRANSFORM_THREADS, [&] { exl3_prefill_transform(args); });
+    std::vector<uint4> held_memory(more[5] / 16 + 1);
+    rows = reinterpret_cast<u8*>(held_memory.data()), shared_base = reinterpret_cast<char*>(rows);
+    gridDim = {more[3], 1, 1}, blockDim = {more[4], 1, 1};
+    for (blockIdx.x = 0; blockIdx.x < more[3]; ++blockIdx.x) run_block(more[4], [&] { exl3_prefill_transform(args); });
     if (more[0] == 64) run_tiles<64, 2, 1>(args, more[1], dense, outputs, more[2]);
     else if (more[0] == 256) run_tiles<256, 1, 2>(args, more[1], dense, outputs, more[2]);
     else abort();
+    std::vector<uint4> staged(STAGING_BYTES<FinishShape> / 16 + 1);
+    memory = reinterpret_cast<u8*>(staged.data()), shared_base = reinterpret_cast<char*>(memory);
+    for (blockIdx.y = 0; blockIdx.y < more[7]; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < more[6]; ++blockIdx.x) run_block(PAIR_THREADS, [&] { exl3_prefill_finish(args); });
     fwrite(out.data(), 4, out.size(), stdout);
 }

@@ -20,11 +20,10 @@ ASSEMBLY = {
     "cvt.rn.f16.f32": "bits = half_bits(value)",
     "cvt.rn.bf16.f32": "abort()",
     "cvt.rn.bf16x2": "abort()",
-    "ld.acquire.gpu": "*block.last = *counter",
     "st.shared.f32": "memcpy(shared_base + address + 4 * OFFSET, &value, 4)",
     "cp.async.wait_all": "(void)0",
-    "cp.async.cg.shared.global": "memcpy(shared_base + target, source, 16)",
-    "cp.async.ca.shared.global": "block.staging.undo[block.thread] = args.scales[segment.shard * args.rows + row]",
+    "max.NaN.f32": "result = std::isnan(most) || std::isnan(value) ? NAN : max(most, fabsf(value))",
+    "cp.async.ca.shared.global": "block.staging.undo[block.thread] = args.scales[shard_index * args.rows + row]",
 }
 """What stands for an instruction on the host; the packed conversion, which two places use, is matched by operands."""
 
@@ -32,12 +31,15 @@ ASSEMBLY = {
 def _host(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         statement = match[0]
+        operands = re.findall(r'"=?[rfl]"\(((?:[^()]|\([^()]*\))*)\)', statement)
+        if "cp.async.cg.shared.global" in statement:
+            return f"memcpy(shared_base + {operands[0]}, {operands[1]}, 16);"
         if "cvt.rn.f16x2.f32" in statement:
-            operands = re.findall(r'"=?[rf]"\(((?:[^()]|\([^()]*\))*)\)', statement)
             return f"{operands[0]} = half_bits({operands[2]}) | u32(half_bits({operands[1]})) << 16;"
         known = [host for name, host in ASSEMBLY.items() if name in statement]
         return (known[0] if known else "abort()") + ";"
 
+    text = re.sub(r"(extern )?__shared__ __align__.*? u8 .*?;", "", text)
     return re.sub(r"asm(?: volatile)?\s*\((?:[^;\"]|\"[^\"]*\")*\);", replace, text.replace("#pragma once", ""))
 
 
@@ -58,7 +60,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prefill")
     seen: set[str] = set()
     (folder / "transform.h").write_text(_inlined("prefill_transform.cu", seen))
-    (folder / "epilogue.h").write_text(_inlined("prefill_epilogue.cuh", seen))
+    (folder / "finish.h").write_text(_inlined("prefill_finish.cu", seen))
     source, target = Path(__file__).parent / "prefill_host.cpp", folder / "prefill"
     subprocess.run(["g++", "-std=c++17", "-O1", "-w", f"-I{folder}", str(source), "-o", str(target)], check=True)
     return target
@@ -87,7 +89,8 @@ def test_a_fused_layer(program: Path, tokens: int, rows: int, ranges: int | None
     dense = rng.standard_normal((1280, 640)).astype(np.float32)
     plan = plan_prefill(shards, rows, width, GPU, tokens, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
-    numbers = [tokens, plan.grid // plan.cluster, rows, *plan.transform_grid]
+    transform = [plan.transform.blocks, plan.transform.threads, plan.transform.shared]
+    numbers = [tokens, plan.grid // plan.cluster, rows, *transform, *(plan.finish or (0, 0))]
     data = [bytes(arguments), np.array(numbers, np.uint32), x, *suh, *svh, bias, dense]
     output = subprocess.run(
         [str(program)], input=b"".join(bytes(part) for part in data), capture_output=True, check=True

@@ -115,7 +115,11 @@ def test_only_what_suits_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not prefill_int8.serves((good,), 4096, H200) and not prefill_int8.instances((good,), H200)
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
     assert prefill_int8.serves((good, good), least, H200) and not prefill_int8.serves((good,), least - 1, H200)
-    assert {i.entry for i in prefill_int8.instances((good,), H200)} == {"exl3_prefill_int8", "exl3_prefill_quantize"}
+    assert {i.entry for i in prefill_int8.instances((good,), H200)} == {
+        "exl3_prefill_finish",
+        "exl3_prefill_int8",
+        "exl3_prefill_quantize",
+    }
     for shards, limits, reason in (
         ((good, coarse), H200, "more than 4 bits"),
         ((good, other), H200, "only mul1"),
@@ -176,6 +180,8 @@ def test_the_kernels_on_the_host(library: ctypes.CDLL, rows: int, half_bits: int
     arguments.bias, arguments.bias_type = bias.data_ptr(), 2
     library.quantize(ctypes.byref(arguments), rows, 2, 32)
     library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, half_bits)
+    if plan.finish is not None:
+        library.finish(ctypes.byref(arguments), *plan.finish)
     expected = linear_int8(x.float(), trellis, suh, svh, bias, tuple(pack_shards(shards)))
     assert _relative(torch.from_numpy(out), expected) <= 2e-4  # a value in 10^4 is rounded the other way
 

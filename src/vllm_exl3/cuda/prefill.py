@@ -1,4 +1,4 @@
-"""The linear op for many tokens: two kernels rotate the input, one decodes and multiplies."""
+"""The linear op for many tokens: kernels rotate the input, multiply by decoded weights, and end tiles that were cut."""
 
 import functools
 
@@ -8,13 +8,23 @@ from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits
-from vllm_exl3.cuda.prefill_plan import MMA_TILES, ROWS, TILES, TRANSFORM, PrefillArgs, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.prefill_plan import (
+    FINISH,
+    FINISH_SHARED,
+    MMA_TILES,
+    TILES,
+    TRANSFORM,
+    PrefillArgs,
+    PrefillPlan,
+    plan_prefill,
+)
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["instances", "prefill", "serves", "window_rows"]
+__all__ = ["instances", "launch_products", "prefill", "serves", "window_rows"]
 
-_ROW_THREADS = _TRANSFORM_THREADS = 256
+_FINISH_THREADS = 256
+
 _LARGE_UNITS = 80
 """Units of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
 
@@ -44,7 +54,7 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
         return []
     tiles = TILES if limits.warpgroups else MMA_TILES
     plans = [plan_prefill(shards, tokens, shards[0].in_features, limits, tokens) for tokens in tiles]
-    return [ROWS, TRANSFORM, *(plan.instance for plan in plans)]
+    return [TRANSFORM, FINISH, *(plan.instance for plan in plans)]
 
 
 def window_rows(shards: tuple[Shard, ...]) -> int:
@@ -102,9 +112,17 @@ def _launch(
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
+    rotate, cut = device.kernel(TRANSFORM), plan.transform
+    rotate.allow_shared(cut.shared)
+    rotate.launch((cut.blocks, 1), cut.threads, cut.shared, stream, [arguments], device.limits.dependent_launch)
+    launch_products(device, plan, arguments, stream)
+
+
+def launch_products(device: runtime.Device, plan: PrefillPlan, arguments: PrefillArgs, stream: int) -> None:
+    """Launch all that follows the kernel that rotates inputs."""
     dependent = device.limits.dependent_launch
-    device.kernel(ROWS).launch((x.shape[0], 1), _ROW_THREADS, 0, stream, [arguments], dependent)
-    device.kernel(TRANSFORM).launch(plan.transform_grid, _TRANSFORM_THREADS, 0, stream, [arguments], dependent)
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
     gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
+    if plan.finish is not None:
+        device.kernel(FINISH).launch(plan.finish, _FINISH_THREADS, FINISH_SHARED, stream, [arguments], dependent)

@@ -11,7 +11,8 @@ from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits, round_up
-from vllm_exl3.cuda.prefill_plan import PrefillArgs, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.prefill import launch_products
+from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, PrefillPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import TILE, Codebook
@@ -72,7 +73,7 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     if env.PRECISION.get() != "fast" or refusal(shards, limits) is not None:
         return []
     width = shards[0].in_features
-    return [QUANTIZE, *(plan(shards, tokens, width, limits, tokens).instance for tokens in TILES)]
+    return [QUANTIZE, FINISH, *(plan(shards, tokens, width, limits, tokens).instance for tokens in TILES)]
 
 
 def window_rows(shards: tuple[Shard, ...]) -> int:
@@ -134,9 +135,7 @@ def _launch(
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    dependent = device.limits.dependent_launch
     threads = round_up(-(-shards[0].in_features // (_HELD * TILE)), _WARP)
-    device.kernel(QUANTIZE).launch((x.shape[0], len(shards)), threads, 0, stream, [arguments], dependent)
-    gemm = device.kernel(plan.instance)
-    gemm.allow_shared(plan.shared)
-    gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
+    grid, dependent = (x.shape[0], len(shards)), device.limits.dependent_launch
+    device.kernel(QUANTIZE).launch(grid, threads, 0, stream, [arguments], dependent)
+    launch_products(device, plan, arguments, stream)

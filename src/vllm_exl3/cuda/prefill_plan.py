@@ -13,12 +13,14 @@ from typing import Any
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, round_up
 from vllm_exl3.cuda.prefill_cut import Cut, cut
+from vllm_exl3.cuda.prefill_input import InputCut, cut_rows
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
+    "FINISH",
+    "FINISH_SHARED",
     "MMA_TILES",
-    "ROWS",
     "TILES",
     "TRANSFORM",
     "Cut",
@@ -37,15 +39,15 @@ TILES = (64, 128, 192, 256)
 MMA_TILES = (64, 128)
 """The same without wgmma."""
 
-ROWS = Instance("prefill_transform.cu", "exl3_prefill_rows")
-"""The kernel that finds the scales of rows."""
-
 TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs, for every tile."""
 
+FINISH = Instance("prefill_finish.cu", "exl3_prefill_finish")
+"""The kernel that ends tiles of which several clusters have parts."""
+
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
+_FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
-_TRANSFORM_ROWS, _TRANSFORM_BLOCKS = 8, 8  # rows of a block of the transform, and 128-blocks of k
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
 
@@ -70,18 +72,18 @@ class PrefillArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("shards", PrefillShard * MAX_SHARDS),
-        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
+        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "partials"),
         *_fields(ctypes.c_int64, "x_stride", "out_stride"),
         *_fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
         *_fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
         *_fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *_fields(ctypes.c_uint32, "partial_stride", "counter_count", "padding"),
+        *_fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One transform and one GEMM launch, all but the pointers.
+    """The launches of one linear, all but the pointers.
 
     Attributes:
         instance: the GEMM kernel.
@@ -91,7 +93,8 @@ class PrefillPlan:
         threads: threads a block of the GEMM.
         shared: its dynamic shared memory in bytes.
         cluster: blocks of a thread block cluster.
-        transform_grid: blocks of the transform.
+        transform: the launch of the transform.
+        finish: blocks in x and y of the kernel that ends cut tiles; None where no tile is cut.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
     """
@@ -103,7 +106,8 @@ class PrefillPlan:
     threads: int
     shared: int
     cluster: int
-    transform_grid: tuple[int, int]
+    transform: InputCut
+    finish: tuple[int, int] | None
     scratch: int
     scratch_parts: dict[str, int]
 
@@ -143,6 +147,10 @@ class _Kernel:
 def _staging(tokens: int) -> int:
     """Bytes of ``Staging`` of prefill_tile.cuh."""
     return (128 if tokens > 128 else 64) * (BLOCK + 4) * 4 + BLOCK * 4 + 256 * 4 + BLOCK * 2
+
+
+FINISH_SHARED = _staging(_FINISHED_TOKENS)
+"""Dynamic shared memory of `FINISH` in bytes."""
 
 
 def kernel(tokens: int, limits: GpuLimits) -> _Kernel:
@@ -242,20 +250,19 @@ def plan_prefill(
         divmod((tiles - chosen.whole_tiles) * depth, chosen.ranges) if chosen.ranges else (0, 0)
     )
 
+    finish = (tiles - chosen.whole_tiles) * chosen_kernel.strip, -(-tokens // _FINISHED_TOKENS)
+    transform = cut_rows(rows, shards[0].in_features, limits)
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
     fixed = _BARRIERS + pairs * _staging(tokens)
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + activation_bytes))
-    partial_stride = tokens // 8 * _PAIR_THREADS
-    counters = 2 * chosen.ranges * chosen_kernel.strip
     group = max(1, _ACTIVATIONS_IN_L2 // (depth * activation_bytes))
     sizes = {
         "activations": len(shards) * row_tiles * depth * activation_bytes,
-        "scales": 2 * 4 * len(shards) * rows,
-        "counters": 4 * counters,
-        "partials": 2 * chosen.ranges * chosen_kernel.strip * partial_stride * 16,
+        "scales": 4 * len(shards) * rows,
+        "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * 4,
     }
     scratch_parts, scratch = {}, 0
     for name, size in sizes.items():
@@ -265,7 +272,8 @@ def plan_prefill(
         "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": tokens, "in_width": in_width,
         "in_features": shards[0].in_features, "group": min(group, row_tiles), "whole_tiles": chosen.whole_tiles,
         "range_units": range_units, "longer_ranges": longer_ranges, "ranges": chosen.ranges, "stages": stages,
-        "weight_bytes": weight_bytes, "partial_stride": partial_stride, "counter_count": counters,
+        "weight_bytes": weight_bytes, "strip_blocks": chosen_kernel.strip,
+        "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)
@@ -277,10 +285,8 @@ def plan_prefill(
         threads=chosen_kernel.producers + pairs * _PAIR_THREADS,
         shared=fixed + stages * (weight_bytes + activation_bytes),
         cluster=chosen_kernel.cluster,
-        transform_grid=(
-            len(shards) * -(-shards[0].in_features // (BLOCK * _TRANSFORM_BLOCKS)),
-            -(-rows // _TRANSFORM_ROWS),
-        ),
+        transform=transform,
+        finish=finish if chosen.ranges else None,
         scratch=scratch,
         scratch_parts=scratch_parts,
     )

@@ -32,9 +32,14 @@ inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (addres
 
 #include "prefill_int8.cuh"
 #include "prefill_quantize.cu"
+#include "prefill_finish.cu"
 
 extern "C" void quantize(const PrefillArgs* args, u32 rows, u32 shards, u32 threads) {
     launch(rows, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });
+}
+
+extern "C" void finish(const PrefillArgs* args, u32 tiles, u32 groups) {
+    launch(tiles, groups, PAIR_THREADS, STAGING_BYTES<FinishShape>, [=] { exl3_prefill_finish(*args); });
 }
 
 // Layers whose shards have K = 4 and, second, 2.5 or 3.

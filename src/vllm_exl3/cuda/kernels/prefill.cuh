@@ -99,7 +99,6 @@ struct PrefillBlock {
     const PrefillArgs& args;
     UnitRing ring;
     Staging& staging; // shared, the pair's
-    u32* last;        // shared, the pair's
     u32 place;        // which Hadamard block of the strip is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
 
@@ -201,7 +200,6 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
         PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES<S>)};
         block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
-        block.last = reinterpret_cast<u32*>(memory) + block.pair;
         PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
         PrefillSegment segment;
         while (walk.next(args, segment)) dispatch_kind<S>(List{}, block, segment);

@@ -1,7 +1,7 @@
-// The end of a tile: clusters that share it are added up; then output Hadamard, the row's scale, svh, bias, crop and cast.
+// The end of a tile: output Hadamard, the row's scale, svh, bias, crop and cast; or, of a part of a tile, its sums to memory.
 //
-// `Block` is the state of the 256 threads that hold a Hadamard block: args, staging, last (shared), place (which Hadamard
-// block of the strip), warp, lane, thread among them, and sync(). The block's transform takes a barrier and a trip through
+// `Block` is the state of the 256 threads that hold a Hadamard block: args, staging, place (which Hadamard block of the
+// strip), warp, lane, thread among them, and sync(). The block's transform takes a barrier and a trip through
 // shared memory: of a row's 128 channels a thread then holds 64 or 32.
 #pragma once
 #include "hadamard.cuh"
@@ -11,15 +11,15 @@ __device__ __forceinline__ void copy_async(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
-// Starts to fetch what the end of the tile needs: it must not wait for memory then.
-template <class S, class Block>
-__device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment& segment) {
+// Starts to fetch what the end of a tile of `tokens` rows from `first_row` on needs: it must not wait for memory then.
+template <class Block>
+__device__ __forceinline__ void fetch_scales(Block& block, u32 shard_index, u32 strip, u32 first_row, u32 tokens) {
     const PrefillArgs& args = block.args;
-    const PrefillShard& shard = args.shards[segment.shard];
-    const u32 row = segment.row_tile * S::TOKENS + block.thread, strip = S::STRIPS * segment.strip + block.place;
-    if (block.thread < S::TOKENS && row < args.rows)
+    const PrefillShard& shard = args.shards[shard_index];
+    const u32 row = first_row + block.thread;
+    if (block.thread < tokens && row < args.rows)
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&block.staging.undo[block.thread])),
-                     "l"(args.scales + segment.shard * args.rows + row) : "memory");
+                     "l"(args.scales + shard_index * args.rows + row) : "memory");
     if (block.thread < STRIP / 8 && strip < shard.out_features / STRIP)
         copy_async(shared_address(&block.staging.svh[8 * block.thread]), shard.svh + strip * STRIP + 8 * block.thread);
     if (args.bias != nullptr && block.thread < STRIP) {
@@ -27,50 +27,21 @@ __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment&
         block.staging.bias[block.thread] = kept < shard.crop_size ? load_element(args.bias, shard.out_column + kept, args.bias_type) : 0.0f;
     }
 }
-
-// Adds what all clusters of a tile have, as a binary tree over their order in k. Of two siblings the one that comes first
-// leaves its sums in memory and is done; the other adds them to its own. The sum of two does not depend on which that was, so
-// neither does any bit. False for all but the block that is left with the total.
 template <class S, class Block>
-__device__ __forceinline__ bool add_clusters(float (&sums)[S::TOKENS / 2], Block& block, const PrefillSegment& segment) {
+__device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment& segment) {
+    if (segment.complete)
+        fetch_scales(block, segment.shard, S::STRIPS * segment.strip + block.place, segment.row_tile * S::TOKENS, S::TOKENS);
+}
+
+// Leaves the sums of a part of a tile in memory, where prefill_finish.cu adds the parts up.
+template <class S, class Block>
+__device__ __forceinline__ void leave_sums(const float (&sums)[S::TOKENS / 2], const Block& block, const PrefillSegment& segment) {
     const PrefillArgs& args = block.args;
-    const u32 depth = args.in_features / UNIT_IN, begin = segment.cut_tile * depth;
-    const u32 first = prefill_range_of_unit(args, begin), count = prefill_range_of_unit(args, begin + depth - 1) - first + 1;
-    const u32 index = blockIdx.x / S::CLUSTER - first;
-    const auto place = [&](u32 number) {  // a range shares at most the tiles at its two ends
-        const u32 range = first + number, second = prefill_range_begin(args, range) < begin ? 1 : 0;
-        return (second * args.ranges + range) * S::STRIPS + block.place;
-    };
-    const auto partials = [&](u32 number) { return args.partials + static_cast<u64>(place(number)) * args.partial_stride + block.thread; };
-    for (u32 level = 0; 1u << level < count; ++level) {
-        const u32 group = index >> level, right = (group | 1) << level;
-        if (right >= count) continue;  // no sibling
-        u32* counter = &args.counters[place(right)];  // every number but 0 is the first of one right sibling
-        if (block.thread == 0) asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(*block.last) : "l"(counter) : "memory");
-        block.sync();
-        const bool ready = *block.last != 0;
-        block.sync();
-        if (!ready) {
-            float4* mine = partials(group << level);
+    const u32 range = blockIdx.x / S::CLUSTER;
+    float4* to = prefill_partials(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
 #pragma unroll
-            for (int j = 0; j < S::TOKENS / 8; ++j)
-                __stcg(mine + j * PAIR_THREADS, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-            __threadfence();
-            block.sync();
-            if (block.thread == 0) *block.last = atomicAdd(counter, 1u);
-            block.sync();
-            if (*block.last == 0) return false;
-        }
-        __threadfence();
-        const float4* other = partials((group ^ 1) << level);
-#pragma unroll
-        for (int j = 0; j < S::TOKENS / 8; ++j) {
-            const float4 v = __ldcg(other + j * PAIR_THREADS);
-            sums[4 * j] += v.x, sums[4 * j + 1] += v.y, sums[4 * j + 2] += v.z, sums[4 * j + 3] += v.w;
-        }
-        block.sync();
-    }
-    return true;
+    for (int j = 0; j < S::TOKENS / 8; ++j)
+        __stcg(to + j * PAIR_THREADS, make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
 }
 
 template <int OFFSET>
@@ -198,15 +169,11 @@ struct Crop {
     }
 };
 
+// Output Hadamard, scales, bias, crop and cast of `rows` rows from `first_row` on of one Hadamard block.
 template <class S, class Block>
-__device__ __forceinline__ void finish_tile(float (&sums)[S::TOKENS / 2], Block& block, const PrefillSegment& segment) {
+__device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillShard& shard, u32 strip,
+                                            u32 first_row, u32 rows) {
     const PrefillArgs& args = block.args;
-    asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
-    if (!segment.complete && !add_clusters<S>(sums, block, segment)) return;
-    const PrefillShard& shard = args.shards[segment.shard];
-    const u32 strip = S::STRIPS * segment.strip + block.place;
-    if (strip >= shard.out_features / STRIP) return;  // a cluster's blocks beyond the shard's last
-    const u32 first_row = segment.row_tile * S::TOKENS, rows = min(u32(S::TOKENS), args.rows - first_row);
     const int lane = block.lane;
     constexpr u32 at_once = STAGED<S>;
     using Part = RowPart<at_once / 2>;
@@ -238,4 +205,15 @@ __device__ __forceinline__ void finish_tile(float (&sums)[S::TOKENS / 2], Block&
         }
     }
     block.sync();  // the next tile's tokens go where this one's last may be
+}
+
+template <class S, class Block>
+__device__ __forceinline__ void finish_tile(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillSegment& segment) {
+    const PrefillArgs& args = block.args;
+    const PrefillShard& shard = args.shards[segment.shard];
+    const u32 strip = S::STRIPS * segment.strip + block.place, first_row = segment.row_tile * S::TOKENS;
+    asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
+    if (strip >= shard.out_features / STRIP) return;  // a cluster's blocks beyond the shard's last
+    if (segment.complete) finish_rows<S>(sums, block, shard, strip, first_row, min(u32(S::TOKENS), args.rows - first_row));
+    else leave_sums<S>(sums, block, segment);
 }

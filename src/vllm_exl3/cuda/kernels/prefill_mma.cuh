@@ -11,7 +11,6 @@ struct MmaBlock {
     const PrefillArgs& args;
     u32 ring, stride;   // shared address of the first slot, bytes of a slot
     Staging& staging;   // shared
-    u32* last;          // shared
     u32 place;          // always 0: a strip is one Hadamard block
     int warp, lane, thread;
 
@@ -113,7 +112,6 @@ __device__ __forceinline__ void prefill_mma(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     MmaBlock block{args, 0, 0, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES)};
     block.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), block.lane = threadIdx.x & 31, block.thread = threadIdx.x, block.place = 0;
-    block.last = reinterpret_cast<u32*>(memory);
     block.ring = shared_address(memory) + BARRIER_BYTES + STAGING_BYTES<S>, block.stride = args.weight_bytes + S::activation_bytes;
     let_next_start();
     wait_for_previous();

@@ -26,9 +26,8 @@ struct PrefillArgs {
     void* out;
     const void* bias;    // [sum of crop_size] or null
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
-    float* scales;       // scratch [2][shard][rows]: what undoes the row's scale, and the scale
-    u32* counters;       // scratch [2][ranges][Hadamard blocks of a strip]: arrivals
-    float4* partials;    // scratch [2][ranges][Hadamard blocks of a strip][partial_stride]: sums on their way
+    float* scales;       // scratch [shard][rows]: what undoes the row's scale
+    float4* partials;    // scratch [2][ranges][Hadamard blocks of a strip][8 tokens][256]: sums of parts of tiles
     i64 x_stride;        // elements
     i64 out_stride;
     u32 shard_count;
@@ -48,9 +47,9 @@ struct PrefillArgs {
     u32 ranges;
     u32 stages;          // units that the ring holds
     u32 weight_bytes;    // of a unit in the ring, the widest kind's
-    u32 partial_stride;  // float4 of one block's sums
-    u32 counter_count;
-    u32 padding;
+    u32 strip_blocks;    // Hadamard blocks of a strip
+    u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
+    u32 holds;           // whether the transform's blocks have shared memory for their rows
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
@@ -61,12 +60,27 @@ __device__ __forceinline__ u32 prefill_range_of_unit(const PrefillArgs& args, u3
     return unit < longer ? unit / (args.range_units + 1) : args.longer_ranges + (unit - longer) / args.range_units;
 }
 
+// Where a range leaves its sums of the tile whose units begin at `tile_begin`: it shares at most the tiles at its two ends.
+__device__ __forceinline__ float4* prefill_partials(const PrefillArgs& args, u32 range, u32 tile_begin, u32 place) {
+    const u32 second = prefill_range_begin(args, range) < tile_begin ? 1 : 0;
+    return args.partials + static_cast<u64>((second * args.ranges + range) * args.strip_blocks + place) * (args.tile_rows / 8 * 256);
+}
+
 // A part of a tile: units [begin, end) of its k.
 struct PrefillSegment {
     u32 shard, strip, row_tile;  // the strip counts from the shard's first
     u32 begin, end;
     u32 cut_tile;                // number among the tiles that are cut, where it is one
     bool complete;
+
+    // Row tiles of a group change fastest: their activations stay in the L2 while weights stream by.
+    __device__ __forceinline__ void locate(const PrefillArgs& args, u32 index) {
+        const u32 group = index / (args.strips * args.group), first = group * args.group;
+        const u32 size = min(args.group, args.row_tiles - first), rest = index - args.strips * first;
+        strip = rest / size, row_tile = first + rest % size, shard = 0;
+        while (shard + 1 < args.shard_count && strip >= args.shards[shard + 1].first_strip) ++shard;
+        strip -= args.shards[shard].first_strip;
+    }
 };
 
 // The segments of one cluster, one after the other.
@@ -93,13 +107,7 @@ struct PrefillWalk {
         } else {
             return false;
         }
-        // Row tiles of a group change fastest: their activations stay in the L2 while weights stream by.
-        const u32 group = index / (args.strips * args.group), first = group * args.group;
-        const u32 size = min(args.group, args.row_tiles - first), rest = index - args.strips * first;
-        segment.strip = rest / size, segment.row_tile = first + rest % size;
-        segment.shard = 0;
-        while (segment.shard + 1 < args.shard_count && segment.strip >= args.shards[segment.shard + 1].first_strip) ++segment.shard;
-        segment.strip -= args.shards[segment.shard].first_strip;
+        segment.locate(args, index);
         return true;
     }
 };

@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 pack_bytes(float a, float b, float c, float d, fl
     return __byte_perm(__byte_perm(rounded[0], rounded[1], 0x0040), __byte_perm(rounded[2], rounded[3], 0x0040), 0x5410);
 }
 
-// Grid (rows, shards). Zeroes the counters, too.
+// Grid (rows, shards).
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quantize(const __grid_constant__ PrefillArgs args) {
     __shared__ u32 largest;
     const u32 row = blockIdx.x, s = blockIdx.y, pieces = args.in_features / PIECE, units = args.in_features / UNIT_IN;
@@ -28,8 +28,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quant
     if (threadIdx.x == 0) largest = 0;
     __syncthreads();
     wait_for_previous();
-    if (s == 0)
-        for (u32 i = row * blockDim.x + threadIdx.x; i < args.counter_count; i += gridDim.x * blockDim.x) args.counters[i] = 0;
     float v[HELD][PIECE];
     u32 bits = 0;
     uint4 raw[HELD][2];

@@ -1,96 +1,149 @@
 // The input side of prefill: A = H(x·suh)/sqrt(128) of every row and shard in fp16, scaled by a power of two a row, in the
-// order in which wgmma reads it as its B operand. Two kernels: rows' scales, then everything else, at the speed of memory.
+// order in which wgmma reads it as its B operand.
 //
-// A warp rotates one 128-block of four rows at a time, 16 consecutive channels a lane.
+// A block has a few whole rows, since what a row is scaled by depends on all of it. They come to shared memory once and are
+// read twice, for the scale and to be rotated. A lane has 64 consecutive channels of a row, a unit, which is what lies together
+// in the result, and its neighbour the other half of their 128-block: one step of the transform crosses lanes.
 #include "prefill_pieces.cuh"
 #include "rotation.cuh"
 
-constexpr int ROW_THREADS = 256;
-constexpr int TRANSFORM_THREADS = 256, COLUMNS = TRANSFORM_THREADS / 64, GROUP = 8;  // rows of a block; warps side by side along k
-constexpr int HELD = 2, PASS = HELD * COLUMNS;  // 128-blocks of a warp, whose loads overlap, and of the block
+constexpr int MOST_THREADS = 512, MOST_ROWS = 16;
+constexpr u32 UNIT_PITCH = 2 * UNIT_IN + 16;  // bytes of a row's unit in shared memory, padded against bank conflicts
 
-// Rotates a piece, rounds it and stores it in the order of wgmma; `tile` is where the row tile's units begin.
-__device__ __forceinline__ void store_piece(float (&v)[PIECE], float factor, u8* tile, u32 tile_rows, u32 block, u32 token, bool exists,
-                                            int lane) {
-    const u32 q = lane & 3, piece = lane & 7;
-    hadamard_pieces(v, lane);
-    u32 words[8];  // of matrix 0..7: pair p of k lies in matrix 2·(p & 3) + (p >> 2)
-#pragma unroll
-    for (int p = 0; p < 8; ++p) 
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[2 * (p & 3) + (p >> 2)]) : "f"(v[2 * p + 1] * factor), "f"(v[2 * p] * factor));
-    const uint4 low = transpose_words(words[0], words[1], words[2], words[3], lane);
-    const uint4 high = transpose_words(words[4], words[5], words[6], words[7], lane);
-    if (!exists) return;
-    uint4* unit = reinterpret_cast<uint4*>(tile + static_cast<u64>(2 * block + (piece >> 2)) * (tile_rows * 128));
-    unit[q * tile_rows + token] = low;
-    unit[(q + 4) * tile_rows + token] = high;
+__device__ __forceinline__ u32 row_pitch(const PrefillArgs& args) {
+    return args.in_features / UNIT_IN * UNIT_PITCH / 128 * 128 + 128 + (args.block_rows == 2 ? 64 : 32);
 }
 
-// Grid (rows): finds what each row of every shard is scaled by, from its largest |x·suh|, and zeroes the counters.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS) exl3_prefill_rows(const __grid_constant__ PrefillArgs args) {
-    __shared__ u32 largest[MAX_SHARDS];
-    const u32 row = blockIdx.x;
-    const bool fast = loads_vectors(args);
-    let_next_start();
-    if (threadIdx.x < MAX_SHARDS) largest[threadIdx.x] = 0;
-    __syncthreads();
-    wait_for_previous();
-    for (u32 i = row * ROW_THREADS + threadIdx.x; i < args.counter_count; i += gridDim.x * ROW_THREADS) args.counters[i] = 0;
-    for (u32 s = 0; s < args.shard_count; ++s) {
-        const u16* suh = args.shards[s].suh;
-        u32 bits = 0;
-        if (fast) {
-#pragma unroll 4
-            for (u32 column = 8 * threadIdx.x; column < args.in_width; column += 8 * ROW_THREADS) {
-                float x[8], scales[8];
-                unpack(x, *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row * args.x_stride + column), args.x_type);
-                unpack(scales, *reinterpret_cast<const uint4*>(suh + column), F16);
+// The largest magnitude; a NaN is above all, so that its row comes out as NaN and not as something plausible.
+__device__ __forceinline__ float larger(float most, float value) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(most), "f"(fabsf(value)));
+    return result;
+}
+
+// What a thread rotates: unit `unit` of the row `row`, which is the block's row `in_block`.
+struct Item {
+    u32 row, in_block, unit;
+    bool exists;
+
+    __device__ __forceinline__ Item(const PrefillArgs& args, u32 index) {
+        const u32 pair = index >> 1;
+        in_block = pair % args.block_rows, row = blockIdx.x * args.block_rows + in_block;
+        unit = 2 * (pair / args.block_rows) + (index & 1);
+        exists = row < args.rows && unit < args.in_features / UNIT_IN;
+    }
+    // x·suh. `held`: the block's rows are in shared memory.
+    __device__ __forceinline__ void load(float (&v)[UNIT_IN], const PrefillArgs& args, const u8* rows, const u16* suh, bool held) const {
+        if (!exists) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) bits = max(bits, __float_as_uint(fabsf(x[i] * scales[i])));
-            }
+            for (int i = 0; i < int(UNIT_IN); ++i) v[i] = 0.0f;
+            return;
+        }
+        const uint4* scales = reinterpret_cast<const uint4*>(suh + unit * UNIT_IN);
+        if (held) {
+            const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * row_pitch(args) + unit * UNIT_PITCH);
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN) / 8; ++i) unpack(reinterpret_cast<float(&)[8]>(v[8 * i]), raw[i], args.x_type);
         } else {
-            for (u32 column = threadIdx.x; column < args.in_width; column += ROW_THREADS)
-                bits = max(bits, __float_as_uint(fabsf(load_element(args.x, row * args.x_stride + column, args.x_type) * half_to_float(suh[column]))));
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN); ++i) {
+                const u32 column = unit * UNIT_IN + i;
+                v[i] = column < args.in_width ? load_element(args.x, row * args.x_stride + column, args.x_type) : 0.0f;
+            }
         }
-        bits = __reduce_max_sync(0xffffffffu, bits);
-        if (threadIdx.x % 32 == 0) atomicMax(&largest[s], bits);
+#pragma unroll
+        for (int i = 0; i < int(UNIT_IN) / 8; ++i) {
+            float factors[8];
+            unpack(factors, scales[i], F16);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[8 * i + j] *= factors[j];
+        }
     }
-    __syncthreads();
-    if (threadIdx.x < args.shard_count) {
-        const RowScale scale = row_scale(HALF, largest[threadIdx.x]);
-        args.scales[threadIdx.x * args.rows + row] = scale.undo;
-        args.scales[(args.shard_count + threadIdx.x) * args.rows + row] = scale.factor;
+    // Rotates, rounds and stores it.
+    __device__ __forceinline__ void store(float (&v)[UNIT_IN], const PrefillArgs& args, u32 shard, float factor) const {
+#pragma unroll
+        for (int step = 1; step < int(UNIT_IN); step *= 2)
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN); ++i)
+                if (!(i & step)) {
+                    const float a = v[i], b = v[i + step];
+                    v[i] = a + b, v[i + step] = a - b;
+                }
+        const float sign = unit & 1 ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < int(UNIT_IN); ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], 1)) * factor;
+        if (!exists) return;
+        const u32 units = args.in_features / UNIT_IN, row_tile = row / args.tile_rows, token = row % args.tile_rows;
+        uint4* to = reinterpret_cast<uint4*>(args.activations) +
+            (static_cast<u64>(shard * args.row_tiles + row_tile) * units + unit) * (args.tile_rows * 8) + token;
+#pragma unroll
+        for (int matrix = 0; matrix < 8; ++matrix) {
+            u32 words[4];  // of k-tile 0..3: matrix m has its pair m/2 + 4·(m % 2)
+#pragma unroll
+            for (int tile = 0; tile < 4; ++tile) {
+                const float* pair = v + 16 * tile + 2 * (matrix / 2) + 8 * (matrix % 2);
+                asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[tile]) : "f"(pair[1]), "f"(pair[0]));
+            }
+            to[matrix * args.tile_rows] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+};
+
+// Starts to bring the block's rows to shared memory.
+__device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows) {
+    const u32 width = args.in_features / 8, pitch = row_pitch(args);
+    for (u32 in_block = 0; in_block < args.block_rows; ++in_block) {
+        const u32 row = blockIdx.x * args.block_rows + in_block;
+        if (row >= args.rows) return;
+        const u16* x = static_cast<const u16*>(args.x) + row * args.x_stride;
+        for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
+            u8* to = rows + in_block * pitch + i / 8 * UNIT_PITCH + i % 8 * 16;
+            if (8 * i < args.in_width) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(x + 8 * i) : "memory");
+            else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        }
     }
 }
 
-// Grid (shards × parts of k, groups of 8 rows).
-extern "C" __global__ void __launch_bounds__(TRANSFORM_THREADS, 4) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, piece = lane & 7;
-    const u32 blocks = args.in_features / STRIP, parts = (blocks + PASS - 1) / PASS, s = blockIdx.x / parts;
-    const u32 first = blockIdx.x % parts * PASS + warp / 2;
-    const u32 row = blockIdx.y * GROUP + 4 * (warp & 1) + (lane >> 3);
-    const bool exists = row < args.rows, fast = loads_vectors(args);
+// Grid (groups of args.block_rows rows).
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
+    extern __shared__ __align__(16) u8 rows[];  // with args.holds, the block's rows
+    __shared__ u32 largest[MAX_SHARDS][MOST_ROWS];
+    const bool held = args.holds && loads_vectors(args);
+    const u32 items = 2 * args.block_rows * (args.in_features / STRIP), in_block = threadIdx.x / 2 % args.block_rows;
     let_next_start();
+    for (u32 i = threadIdx.x; i < MAX_SHARDS * MOST_ROWS; i += blockDim.x) largest[i / MOST_ROWS][i % MOST_ROWS] = 0;
     wait_for_previous();
-    uint4 raw[HELD][2];
+    if (held) hold_rows(args, rows);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    // All items of a thread are of one row; a warp goes through its items together.
+#pragma unroll 1
+    for (u32 s = 0; s < args.shard_count; ++s) {
+        float most = 0.0f;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i - threadIdx.x % 32 < items; i += blockDim.x) {
+            float v[UNIT_IN];
+            Item(args, i).load(v, args, rows, args.shards[s].suh, held);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 block = first + i * COLUMNS, column = block * STRIP + piece * PIECE + 8 * half;
-            raw[i][half] = make_uint4(0, 0, 0, 0);
-            if (fast && exists && block < blocks && column < args.in_width)
-                raw[i][half] = *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row * args.x_stride + column);
+            for (int j = 0; j < int(UNIT_IN); ++j) most = larger(most, v[j]);
         }
-    const float factor = exists ? args.scales[(args.shard_count + s) * args.rows + row] : 0.0f;
-    const u32 row_tile = row / args.tile_rows, token = row % args.tile_rows;
-    u8* tile = args.activations + static_cast<u64>(s * args.row_tiles + row_tile) * (2 * blocks) * (args.tile_rows * 128);
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        const u32 block = first + i * COLUMNS;
-        if (block >= blocks) break;
-        float v[PIECE];
-        load_piece(v, args, raw[i], args.shards[s].suh, row, block * STRIP + piece * PIECE, exists, fast);
-        store_piece(v, factor, tile, args.tile_rows, block, token, exists, lane);
+        u32 bits = __float_as_uint(most);
+        bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
+        for (u32 lanes = 2 * args.block_rows; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
+        if ((threadIdx.x & 31) < 2 * args.block_rows && (threadIdx.x & 1) == 0) atomicMax(&largest[s][in_block], bits);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (u32 s = 0; s < args.shard_count; ++s) {
+        const RowScale scale = row_scale(HALF, largest[s][in_block]);
+        const u32 row = blockIdx.x * args.block_rows + in_block;
+        if (threadIdx.x < 2 * args.block_rows && (threadIdx.x & 1) == 0 && row < args.rows) args.scales[s * args.rows + row] = scale.undo;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i - threadIdx.x % 32 < items; i += blockDim.x) {
+            const Item item(args, i);
+            float v[UNIT_IN];
+            item.load(v, args, rows, args.shards[s].suh, held);
+            item.store(v, args, s, scale.factor);
+        }
     }
 }

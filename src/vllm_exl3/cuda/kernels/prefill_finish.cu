@@ -1,0 +1,43 @@
+// Ends the tiles that several clusters have multiplied parts of: adds the parts in their order in k, then all that follows.
+//
+// Grid (cut tiles × Hadamard blocks of a strip, groups of 64 tokens of a tile). Threads have the sums that the threads of the
+// GEMM had.
+#include "prefill_epilogue.cuh"
+
+using FinishShape = Shape<64, 1, 1>;
+
+struct FinishBlock {
+    const PrefillArgs& args;
+    Staging& staging;  // shared
+    int warp, lane, thread;
+
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+};
+
+extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finish(const __grid_constant__ PrefillArgs args) {
+    extern __shared__ __align__(16) u8 memory[];
+    const u32 tile = blockIdx.x / args.strip_blocks, place = blockIdx.x % args.strip_blocks, token = blockIdx.y * FinishShape::TOKENS;
+    const u32 depth = args.in_features / UNIT_IN, begin = tile * depth;
+    PrefillSegment segment;
+    segment.locate(args, args.whole_tiles + tile);
+    const PrefillShard& shard = args.shards[segment.shard];
+    const u32 strip = args.strip_blocks * segment.strip + place, row = segment.row_tile * args.tile_rows + token;
+    let_next_start();
+    wait_for_previous();
+    u32 range = prefill_range_of_unit(args, begin);
+    const u32 last = prefill_range_of_unit(args, begin + depth - 1);
+    if (strip >= shard.out_features / STRIP || row >= args.rows || range == last) return;  // one range has ended its tile itself
+    FinishBlock block{args, *reinterpret_cast<Staging*>(memory), int(threadIdx.x / 32), int(threadIdx.x & 31), int(threadIdx.x)};
+    fetch_scales(block, segment.shard, strip, row, FinishShape::TOKENS);
+    float sums[FinishShape::TOKENS / 2] = {};
+    for (; range <= last; ++range) {
+        const float4* from = prefill_partials(args, range, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;
+#pragma unroll
+        for (int j = 0; j < FinishShape::TOKENS / 8; ++j) {
+            const float4 v = __ldcg(from + j * PAIR_THREADS);
+            sums[4 * j] += v.x, sums[4 * j + 1] += v.y, sums[4 * j + 2] += v.z, sums[4 * j + 3] += v.w;
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    finish_rows<FinishShape>(sums, block, shard, strip, row, min(u32(FinishShape::TOKENS), args.rows - row));
+}
