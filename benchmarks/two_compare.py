@@ -20,7 +20,7 @@ _LEAST_TIE, _BOUND, _COARSE_BOUND = 1e-2, 2e-3, 2e-2
 
 def reference_of(variant: str) -> str:
     """What a variant is compared with."""
-    return "one-int4" if "int4" in variant and variant != "one-int4" else "one"
+    return "one-int4" if "int4" in variant else "one"
 
 
 def compare(path: Path, work: Path) -> Row:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.two_compare import compare, reference_of
+from benchmarks.two_processes import children_of, gpu_memory_mib, kill_a_rank
 from vllm_exl3.tools.results import write_results
 
-__all__ = ["LANES", "SPEEDS", "children_of", "gpu_memory_mib", "run_all"]
+__all__ = ["LANES", "SPEEDS", "run_all"]
 
 Row = dict[str, Any]
 
@@ -37,16 +39,18 @@ LANES: dict[str, list[str]] = {
     "ep2-graphs": [f"ep2-graphs:{_MOE[2]}"],
     "tp2-int4": [f"tp2-int4:{_DENSE[0]}", f"tp2-int4:{_MOE[1]}", f"tp2-int4-graphs:{_DENSE[0]}"],
 }
-"""What processes run one after another, ``variant:pack`` each. Tensor parallelism cannot divide the experts of the first
-MoE pack: they are one block of 128 wide."""
+"""What processes run one after another, ``variant:pack`` each. The experts of the first MoE pack are one block of 128
+wide, which tensor parallelism cannot divide."""
 
 _DATA_PARALLEL = {"dp2-golden": _MOE[0], "dp2-random": _MOE[2]}
 _VICTIM = "victim"
 SPEEDS = {"exl3-2": ("exl3", 2), "exl3-1": ("exl3", 1), "bf16-2": ("bf16", 2), "bf16-1": ("bf16", 1)}
 """Kind of weights and ranks, in the order in which they are measured."""
 
-_SPEED_SECONDS = 40
-"""What measuring one engine may take."""
+_SPEED_SECONDS, _MOST_SPEED_SECONDS = 14, 30
+"""What measuring one engine takes, and what it may take."""
+
+_LOADED = re.compile(r"Model loading took .* GiB memory and ([\d.]+) seconds")
 
 _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -124,7 +128,11 @@ class _Run:
             key = path.with_suffix(f".{number}")
             if key not in self.told and line.endswith("}"):
                 self.told.add(key)
-                self.write(json.loads(line))
+                row = json.loads(line)
+                if row["subject"] == "start":  # vLLM says it a rank
+                    log = path.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
+                    row["load_s"] = [float(found) for found in _LOADED.findall(log)]
+                self.write(row)
 
     def write(self, row: Row) -> None:
         """One row into the results, in the place of what it measures anew, and onto the screen."""
@@ -215,63 +223,17 @@ def _start(run: _Run, flags: list[str], wanted: Callable[[str], bool], cpu: bool
 def _first_half(run: _Run, seconds: float, speeds: list[str]) -> None:
     """Everything but speed; a rank is killed as soon as it serves."""
     others = [name for name in run.jobs if name not in SPEEDS and name != _VICTIM]
-    until = seconds - 25 - sum(_SPEED_SECONDS * 0.6 for _ in speeds)
+    until = seconds - 15 - _SPEED_SECONDS * len(speeds)
     if _VICTIM in run.jobs:
         log = run.work / f"{_VICTIM}.log"
         victim = run.jobs[_VICTIM]
         run.wait(lambda: b"GENERATING" in log.read_bytes() or victim.poll() is not None, until)
-        run.write(_kill_a_rank(victim, log, until - (time.monotonic() - run.begin)))
+        run.write(kill_a_rank(victim, log, until - (time.monotonic() - run.begin)))
     run.wait(lambda: all(run.jobs[name].poll() is not None for name in others), until)
     for name in others:
         if run.jobs[name].poll() is None:
             run.write({"kernel": "native", "subject": "unfinished", "mode": name, "ok": False})
             run.end(name)
-
-
-def _kill_a_rank(victim: "subprocess.Popen[bytes]", log: Path, patience: float) -> Row:
-    """Kill the second worker and see how the engine ends."""
-    row: Row = {"kernel": "native", "subject": "killed rank", "mode": "tp2"}
-    time.sleep(2)  # in the middle of a request
-    family = children_of(victim.pid)
-    workers = [pid for pid in family if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    if len(workers) < 2:
-        return {**row, "ok": False, "found": f"{len(workers)} workers among {len(family)} processes"}
-    os.kill(workers[-1], signal.SIGKILL)
-    begin = time.monotonic()
-    try:
-        status = victim.wait(timeout=max(5.0, min(60.0, patience)))
-    except subprocess.TimeoutExpired:
-        return {**row, "ok": False, "found": "the engine goes on"}
-    took = time.monotonic() - begin
-    time.sleep(1)
-    left = [pid for pid in family if Path(f"/proc/{pid}").exists() and not _is_zombie(pid)]
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if "died unexpectedly" in line] + [line for line in lines if "ENDED" in line]
-    ok = status == 3 and len(said) > 1 and not left
-    return {**row, "ok": ok, "seconds": round(took, 1), "left": len(left), "messages": [line[-200:] for line in said]}
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def children_of(pid: int) -> list[int]:
-    """Every process that descends from one, in the order in which they were started."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found, ahead = [], [pid]
-    while ahead:
-        children = [child for child, parent in parents.items() if parent == ahead[0]]
-        ahead = [*ahead[1:], *children]
-        found += children
-    return sorted(found)
 
 
 def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
@@ -280,7 +242,7 @@ def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
     def settled(name: str) -> bool:
         return (run.work / f"{name}.ready").exists() or run.jobs[name].poll() is not None
 
-    run.wait(lambda: all(map(settled, speeds)), seconds - 15 - 0.6 * _SPEED_SECONDS * len(speeds))
+    run.wait(lambda: all(map(settled, speeds)), seconds - 10 - _SPEED_SECONDS * len(speeds))
     for name in speeds:
         left = seconds - 5 - (time.monotonic() - run.begin)
         if (run.work / f"{name}.ready").exists() and left > 10:
@@ -290,16 +252,9 @@ def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
             def over(job: "subprocess.Popen[bytes]" = job, done: Path = done) -> bool:
                 return done.exists() or job.poll() is not None
 
-            run.wait(over, time.monotonic() - run.begin + min(left, _SPEED_SECONDS))
+            run.wait(over, time.monotonic() - run.begin + min(left, _MOST_SPEED_SECONDS))
         run.collect()
         run.end(name)
-
-
-def gpu_memory_mib() -> list[int]:
-    """Used memory of every GPU, by nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
 
 
 def _tell_failures(run: _Run) -> None:

@@ -82,6 +82,23 @@ def test_random_packs_pass_the_checks(tmp_path: Path, architecture: str, options
     assert (query.in_features, query.out_features, query.bits) == (256, 256, 4)
 
 
+def test_random_packs_have_routed_experts(tmp_path: Path) -> None:
+    folder = write_random_pack(tmp_path / "pack", **SMALL, architecture="Qwen3MoeForCausalLM", experts=5, top_k=2)
+    pack = Pack.open(folder)
+    check(pack)
+    assert [len(group.members) for group in pack.experts.values()] == [5] * SMALL["layers"]
+    assert len(pack.linears) == (4 + 3 * 5) * SMALL["layers"] + 1
+    first, second = (pack.linears[f"model.layers.0.mlp.experts.{number}.up_proj"] for number in range(2))
+    assert (first.in_features, first.out_features) == (256, 384)
+    assert first.trellis != second.trellis
+
+
+@pytest.mark.parametrize(("architecture", "experts"), [("Qwen3MoeForCausalLM", 0), ("LlamaForCausalLM", 4)])
+def test_experts_go_with_a_moe_architecture(tmp_path: Path, architecture: str, experts: int) -> None:
+    with pytest.raises(ValueError, match=f"{architecture} with {experts} experts"):
+        write_random_pack(tmp_path / "pack", **SMALL, architecture=architecture, experts=experts)
+
+
 def test_bits_and_codebook_may_differ_by_module(tmp_path: Path) -> None:
     folder = write_random_pack(
         tmp_path / "pack",

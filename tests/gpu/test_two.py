@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
-if COUNT < 2:
-    pytest.skip(f"needs two CUDA GPUs, found {COUNT}", allow_module_level=True)
+if torch.cuda.device_count() < 2:
+    pytest.skip(f"needs two CUDA GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_moe_layers import MUL1, random_layer, random_routing
