@@ -1,11 +1,16 @@
 """What the commands around kernels say on a machine that serves on its CPU."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+
+from vllm_exl3.cli.doctor_experts import compare_experts
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.moe import moe_reference
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 
@@ -22,6 +27,18 @@ def test_a_cpu_that_serves_is_no_failure() -> None:
     assert found.returncode == 0, found.stdout
     assert "27 kinds" in found.stdout and "FAIL" not in found.stdout
     assert "a tested release; all" in found.stdout
+    assert "experts against the reference: 3 codebooks" in found.stdout
+
+
+def test_experts_that_are_off_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.select("moe", "cpu", moe_reference)
+    native = backends.find("moe", "cpu", "native")
+    assert native is not None
+    wrong = dataclasses.replace(native, function=lambda *arguments: 1.05 * native.function(*arguments))
+    find = backends.find
+    monkeypatch.setattr(backends, "find", lambda op, *rest: wrong if op == "moe" else find(op, *rest))
+    with pytest.raises(RuntimeError, match=r"codebook 3inst, 1 tokens: error [45]\."):
+        compare_experts(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     if torch.version.cuda is None:
         yield "CPU, every K and codebook against the reference", _cpu
         yield "CPU, embeddings and n-gram rows against the reference", lambda: _rows("cpu")
+        yield "CPU, experts against the reference", lambda: _experts("cpu")
         return
     yield "GPUs", _gpus
     yield "NVRTC", _nvrtc
@@ -49,7 +50,9 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "C compiler and Python.h (Triton, FlashInfer)", _triton
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
-        yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _gpu_rows(index)
+        yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _on_gpu(index, _rows)
+        yield f"cuda:{index} experts", lambda index=index: _on_gpu(index, _experts)
+        yield f"cuda:{index} int4 attention", lambda index=index: _on_gpu(index, _attention)
         yield f"cuda:{index} graph capture", lambda index=index: _graph(index)
 
 
@@ -143,11 +146,27 @@ def _rows(device: str) -> str:
     return compare_rows(torch.device(device))
 
 
-def _gpu_rows(index: int) -> str:
+def _experts(device: str) -> str:
     import torch
 
-    with torch.cuda.device(index):
-        return _rows(f"cuda:{index}")
+    from vllm_exl3.cli.doctor_experts import compare_experts
+
+    return compare_experts(torch.device(device))
+
+
+def _attention(device: str) -> str:
+    import torch
+
+    from vllm_exl3.cli.doctor_attention import compare_attention
+
+    return compare_attention(torch.device(device), torch.bfloat16)
+
+
+def _on_gpu(index: int, check: Callable[[str], str]) -> str:
+    import torch
+
+    with torch.cuda.device(index):  # kernels are launched in the current device's context
+        return check(f"cuda:{index}")
 
 
 def _layers() -> "list[Shard]":
