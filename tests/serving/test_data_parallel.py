@@ -1,0 +1,22 @@
+"""Two replicas that share the experts: vLLM gathers their tokens before the experts and scatters sums after them.
+
+vLLM's communicator for CPUs has no collectives for that (NotImplementedError in 0.30 to 0.33); `gloo` lends them.
+"""
+
+import pytest
+
+from tests.serving.conftest import PACKS
+from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks
+
+pytestmark = pytest.mark.slow
+
+QWEN = "qwen3_moe-3.0-mul1"
+
+
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_two_replicas_give_one_s_tokens(expert_parallel: bool) -> None:
+    """Without expert parallelism, both hold half of every expert. One has a prompt more, and the other waits for it."""
+    with engine(PACKS / QWEN) as llm:
+        alone = generate(llm, PROMPTS, 24)
+    options = {"data_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    assert generate_on_two_ranks(PACKS / QWEN, **options) == alone
