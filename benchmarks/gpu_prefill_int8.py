@@ -23,7 +23,7 @@ from gpu_prefill_int8_checks import check_all
 
 from vllm_exl3.cuda import prefill, prefill_int8, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.prefill_plan import PrefillArgs
+from vllm_exl3.cuda.prefill_plan import INT8_TILES, PrefillArgs
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -68,7 +68,7 @@ class Bench:
         for bits in arguments.bits:
             shard = (Shard(round(2 * bits), Codebook.MUL1, *SHAPES[0], 0, SHAPES[0][1]),)
             width = SHAPES[0][0]
-            tiles = prefill_int8.TILES
+            tiles = INT8_TILES
             wanted += [prefill_int8.plan(shard, tile, width, device.limits, tile).instance for tile in tiles]
             wanted += prefill.instances(shard, device.limits)
         device.prepare(wanted)
@@ -103,7 +103,7 @@ class Bench:
             prefill.prefill(x, rotation.trellis[i], rotation.suh, rotation.svh, None, shard, out)
 
         times = {}
-        for tile in prefill_int8.TILES if self.arguments.tiles else (None,):
+        for tile in INT8_TILES if self.arguments.tiles else (None,):
             mode = f"int8_{tile or self._tile(rotation.shard, rows)}"
             times[mode] = self._add("native_fast", rotation, rows, mode, fast(tile))
         times["default"] = self._add("native", rotation, rows, "prefill", default)

@@ -10,6 +10,7 @@ import torch
 from gpu_linear_checks import Checks, exact
 
 from vllm_exl3.cuda import prefill_int8, runtime
+from vllm_exl3.cuda.prefill_plan import INT8_TILES
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.int8 import linear_int8
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -51,7 +52,7 @@ def prepare(layers: Iterable[tuple[Shard, ...]]) -> None:
     plans = [
         prefill_int8.plan(shards, tokens, shards[0].in_features, device.limits, tokens)
         for shards in layers
-        for tokens in prefill_int8.TILES
+        for tokens in INT8_TILES
     ]
     device.prepare([prefill_int8.QUANTIZE, *(plan.instance for plan in plans)])
 
@@ -63,7 +64,7 @@ def check_kinds(checks: Checks, seed: int) -> None:
         weights, layout = weights_of(shards, seed), tuple(pack_shards(shards))
         x = torch.randn(300, 1208, device="cuda")
         expected, found = linear_int8(x, *weights, None, layout), []
-        for tokens in prefill_int8.TILES:
+        for tokens in INT8_TILES:
             for ranges in (None, 0, 7):
                 name = f"2K={shards[0].half_bits} tile {tokens} ranges {ranges}"
                 found.append(run(x, weights, None, shards, tokens, ranges))

@@ -4,6 +4,7 @@ What the host runs is the device's source, thread by thread, against the same ar
 """
 
 import ctypes
+import dataclasses
 import math
 import shutil
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cuda.host_kernels import build
-from vllm_exl3.cuda import prefill_int8
+from vllm_exl3.cuda import prefill_int8, prefill_plan
 from vllm_exl3.cuda.compiler import compile_instance, compiler_unavailable
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_plan import PrefillArgs
@@ -159,13 +160,17 @@ def _aligned(size: int) -> np.ndarray:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
-@pytest.mark.parametrize(("rows", "half_bits", "ranges"), [(150, 5, None), (3, 6, 5), (130, 6, 0)])
-def test_the_kernels_on_the_host(library: ctypes.CDLL, rows: int, half_bits: int, ranges: int | None) -> None:
+@pytest.mark.parametrize(("rows", "half_bits", "ranges"), [(250, 5, None), (3, 6, 5), (200, 6, 0)])
+def test_the_kernels_on_the_host(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int, half_bits: int, ranges: int | None
+) -> None:
     shards = (Shard(8, 2, 384, 256, 0, 256), Shard(half_bits, 2, 384, 128, 20, 100))
     trellis, suh, svh = _weights(shards, rows)
     x = torch.randn((rows, 312), generator=torch.Generator().manual_seed(rows)).half()  # up to 384 counts as zero
     bias = torch.randn(356)
-    plan = prefill_int8.plan(shards, rows, 312, GPU, 128, ranges)
+    original = prefill_plan.kernel  # without clusters, whose blocks would have to run side by side
+    monkeypatch.setattr(prefill_plan, "kernel", lambda *of: dataclasses.replace(original(*of), strip=1))
+    plan = prefill_int8.plan(shards, rows, 312, GPU, 192, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     scratch, words = _aligned(plan.scratch), _aligned(2 * trellis.numel())
     words[:] = trellis.numpy().view(np.uint8)
@@ -182,8 +187,10 @@ def test_the_kernels_on_the_host(library: ctypes.CDLL, rows: int, half_bits: int
     library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, half_bits)
     if plan.finish is not None:
         library.finish(ctypes.byref(arguments), *plan.finish)
+    if plan.finish is not None:
+        library.finish(ctypes.byref(arguments), *plan.finish)
     expected = linear_int8(x.float(), trellis, suh, svh, bias, tuple(pack_shards(shards)))
-    assert _relative(torch.from_numpy(out), expected) <= 2e-4  # a value in 10^4 is rounded the other way
+    assert _relative(torch.from_numpy(out), expected) <= 5e-4  # sums pass through fp16
 
 
 @pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))

@@ -12,18 +12,15 @@ from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits, round_up
 from vllm_exl3.cuda.prefill import launch_products
-from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.prefill_plan import FINISH, INT8_TILES, PrefillArgs, PrefillPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import TILE, Codebook
 
-__all__ = ["LEAST_ROWS", "QUANTIZE", "TILES", "instances", "prefill_int8", "refusal", "serves", "window_rows"]
+__all__ = ["LEAST_ROWS", "QUANTIZE", "instances", "prefill_int8", "refusal", "serves", "window_rows"]
 
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them, for every tile."""
-
-TILES = (128, 192, 256)
-"""Tokens of a tile."""
 
 LEAST_ROWS = 256
 """Tokens from which on the kernel serves; fewer leave the tensor cores waiting for weights to be decoded."""
@@ -73,7 +70,7 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     if env.PRECISION.get() != "fast" or refusal(shards, limits) is not None:
         return []
     width = shards[0].in_features
-    return [QUANTIZE, FINISH, *(plan(shards, tokens, width, limits, tokens).instance for tokens in TILES)]
+    return [QUANTIZE, FINISH, *(plan(shards, tokens, width, limits, tokens).instance for tokens in INT8_TILES)]
 
 
 def window_rows(shards: tuple[Shard, ...]) -> int:

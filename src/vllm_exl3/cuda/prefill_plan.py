@@ -39,6 +39,9 @@ TILES = (64, 128, 192, 256)
 MMA_TILES = (64, 128)
 """The same without wgmma."""
 
+INT8_TILES = (192, 256)
+"""The same for int8: fewer tokens leave the tensor cores waiting for weights to be decoded."""
+
 TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs, for every tile."""
 
@@ -46,6 +49,7 @@ FINISH = Instance("prefill_finish.cu", "exl3_prefill_finish")
 """The kernel that ends tiles of which several clusters have parts."""
 
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
+_INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
@@ -171,8 +175,8 @@ def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits, *, int8: 
         tiles = strips * -(-rows // tokens)
         return cut(tiles, depth, tokens, kernel(tokens, limits).clusters(limits), int8=int8).cost
 
-    tiles = TILES if limits.warpgroups else MMA_TILES
-    return min((tokens for tokens in tiles if tokens < 2 * max(rows, 64)), key=cost)
+    tiles = INT8_TILES if int8 else TILES if limits.warpgroups else MMA_TILES
+    return min((tokens for tokens in tiles if tokens < max(2 * rows, tiles[0] + 1)), key=cost)
 
 
 def prefill_instance(source: str, tokens: int, kinds: Sequence[tuple[int, int]]) -> Instance:
@@ -255,7 +259,7 @@ def plan_prefill(
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
-    fixed = _BARRIERS + pairs * _staging(tokens)
+    fixed = _BARRIERS + (tokens * _INT8_PITCH if int8 else pairs * _staging(tokens))
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + activation_bytes))
     group = max(1, _ACTIVATIONS_IN_L2 // (depth * activation_bytes))

@@ -1,4 +1,4 @@
-// The prefill kernels of the fast mode on the host, behind two functions for ctypes: tiles of 128 tokens, which take no cluster.
+// The prefill kernels of the fast mode on the host, behind functions for ctypes: tiles of 192 tokens, without a cluster.
 #include "ptx.h"
 #include "barrier.cuh"
 
@@ -9,7 +9,11 @@ inline u32 rank_in_cluster() { stop("clusters"); }
 inline void sync_cluster() { stop("clusters"); }
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32() {}
-inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(int = 0) {}
+inline void ptx_bar_arrive(u32 barrier, unsigned count) {
+    Meeting& meeting = named_meetings[barrier];
+    if (++meeting.arrived == count) meeting.arrived = 0, ++meeting.round;
+}
 // Copies happen at once here; of those through the L1, the kernels' are of 4 bytes.
 #define ptx_cp_async_cg_shared_global copy_16
 #define ptx_cp_async_ca_shared_global copy_4
@@ -17,36 +21,33 @@ inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void copy_16(u32 target, const void* from) { memcpy(shared_bytes(target, 16), from, 16); }
 inline void copy_4(u32 target, const void* from) { memcpy(shared_bytes(target, 4), from, 4); }
 inline void copied() {}
-#define atomicAdd add_one_thread_at_a_time
-inline u32 add_one_thread_at_a_time(u32* at, u32 value) { const u32 old = *at; *at += value; return old; }
-inline void ptx_ld_acquire_gpu_u32(u32& value, const u32* from) { value = *from; }
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
+inline void ptx_st_shared_u32(u32 at, int offset, u32 value) { memcpy(shared_bytes(at + offset, 4), &value, 4); }
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-inline void __threadfence() {}
 // As wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
 #include "prefill_int8.cuh"
-#include "prefill_quantize.cu"
 #include "prefill_finish.cu"
+#include "prefill_quantize.cu"
 
 extern "C" void quantize(const PrefillArgs* args, u32 rows, u32 shards, u32 threads) {
     launch(rows, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });
 }
 
-extern "C" void finish(const PrefillArgs* args, u32 tiles, u32 groups) {
-    launch(tiles, groups, PAIR_THREADS, STAGING_BYTES<FinishShape>, [=] { exl3_prefill_finish(*args); });
-}
-
 // Layers whose shards have K = 4 and, second, 2.5 or 3.
 extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared, int half_bits) {
-    using S = ByteShape<128, 2, 1>;
+    using S = ByteShape<192, 1>;
     launch(grid, 1, threads, shared, [=] {
-        if (half_bits == 5) prefill<S, 112, PrefillKinds<PrefillKind<5, 2>, PrefillKind<8, 2>>>(*args);
-        else prefill<S, 112, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        if (half_bits == 5) prefill_int8<S, PrefillKinds<PrefillKind<5, 2>, PrefillKind<8, 2>>>(*args);
+        else prefill_int8<S, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
     });
+}
+
+extern "C" void finish(const PrefillArgs* args, u32 grid_x, u32 grid_y) {
+    launch(grid_x, grid_y, PAIR_THREADS, SHARED_BYTES, [=] { exl3_prefill_finish(*args); });
 }

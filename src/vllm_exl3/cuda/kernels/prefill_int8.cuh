@@ -7,16 +7,20 @@
 // k is permuted to suit the order in which a lane has its weights: product p, p < 2, of a unit holds in its bytes 4q..4q+3 of
 // k the channels 2i, 2i+1, 2i+8, 2i+9 of k-tile q, with i = 2p, and in bytes 16+4q..19+4q those with i = 2p+1. They are the
 // ring positions 8i..8i+3 of the one channel of a lane and 8i+4..8i+7 of the other.
+//
+// Roles are those of prefill.cuh, and the copying warp's neighbours end tiles: what is left of a tile is then not waited for.
 #pragma once
 #include "prefill.cuh"
 #include "prefill_bytes.cuh"
+#include "prefill_int8_end.cuh"
 #include "wgmma_int8.cuh"
 
-// As Shape, with activations of one byte.
-template <int TOKENS_, int PAIRS_, int CLUSTER_>
-struct ByteShape {
-    static constexpr int TOKENS = TOKENS_, PAIRS = PAIRS_, CLUSTER = CLUSTER_, STRIPS = PAIRS * CLUSTER;
-    static constexpr u32 activation_bytes = TOKENS * UNIT_IN;
+struct ByteBlock {
+    const PrefillArgs& args;
+    UnitRing ring;
+    TileEnd end;
+    u32 place;               // which Hadamard block of the strip
+    int warp, lane, thread;  // among those that multiply
 };
 
 // As multiply() of prefill.cuh.
@@ -31,36 +35,88 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[TOKENS / 2], u32 (&a)
     for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
 }
 
-template <class K, int TOKENS, int PAIRS, int CLUSTER>
-__device__ __forceinline__ void consume(K, ByteShape<TOKENS, PAIRS, CLUSTER>, PrefillBlock& block, const PrefillSegment& segment) {
+template <class K>
+__device__ __forceinline__ void load_bytes_unit(u32 (&words)[K::Window::words], const ByteBlock& block) {
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 8 * tile_bytes + WEIGHT_PAD;
+    load_words<K::half_bits>(words, SharedWords{block.ring.at + (block.lane & 3) * row_bytes + block.warp * tile_bytes}, block.lane);
+}
+
+template <class K, class S>
+__device__ __forceinline__ void multiply_segment(ByteBlock& block, const PrefillSegment& segment) {
     static_assert(K::codebook == MUL1, "other codebooks have no sum of bytes");
-    using S = ByteShape<TOKENS, PAIRS, CLUSTER>;
+    constexpr int TOKENS = S::TOKENS;
     int products[TOKENS / 2] = {};
     u32 even[4], odd[4], words[K::Window::words];
     UnitRing& ring = block.ring;
-    fetch_scales<S>(block, segment);
     mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
-    load_unit<K, PAIRS>(words, block);
+    load_bytes_unit<K>(words, block);
     decode_bytes_step<K, 0>(even, words);
     u32 before = 0;  // the empty barrier of the unit before, whose last product is still in flight
     for (u32 left = segment.end - segment.begin; left != 0; --left) {
         // In a cluster a shared address names its block above bit 24, where a descriptor has other things.
         const u32 b = u32(matrix_descriptor<TOKENS * 16>((ring.at + block.args.weight_bytes) & 0x3ffff));
         multiply_bytes<TOKENS>(products, even, b, words);
-        if (before) release<CLUSTER>(before, block.lane);
+        if (before) release<S::CLUSTER>(before, block.lane);
         decode_bytes_step<K, 1>(odd, words);
         before = ring.empty + 8 * ring.slot;
         ring.next();
         // Behind the last unit this reads a slot that holds nothing of interest, and nobody uses it.
         if (left > 1) mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
-        load_unit<K, PAIRS>(words, block);
+        load_bytes_unit<K>(words, block);
         multiply_bytes<TOKENS>(products, odd, b + 2 * TOKENS, words);
         decode_bytes_step<K, 0>(even, words);
     }
     warpgroup_wait();
-    release<CLUSTER>(before, block.lane);
+    release<S::CLUSTER>(before, block.lane);
     float sums[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) sums[i] = static_cast<float>(products[i]);
-    finish_tile<S>(sums, block, segment);
+    if (!has_block<S>(block.args, segment, block.place)) return;
+    if (segment.complete) block.end.hand_over<TOKENS>(sums, block.warp, block.lane);
+    else leave_sums<S>(sums, block, segment);
+}
+
+template <class S, class... Ks>
+__device__ __forceinline__ void dispatch_bytes(PrefillKinds<Ks...>, ByteBlock& block, const PrefillSegment& segment) {
+    const u32 kind = block.args.shards[segment.shard].kind;
+    u32 index = 0;
+    ((index++ == kind ? multiply_segment<Ks, S>(block, segment) : void()), ...);
+}
+
+template <class S, class List>
+__device__ __forceinline__ void prefill_int8(const PrefillArgs& args) {
+    extern __shared__ __align__(128) u8 memory[];
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
+    const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
+    UnitRing ring(args, shared_address(memory), TileEnd::bytes(S::TOKENS), S::activation_bytes);
+    const TileEnd end{shared_address(memory) + BARRIER_BYTES};
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < ring.stages; ++i)
+            mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, PAIR_WARPS * S::CLUSTER);
+        mbarrier_init_visible();
+    }
+    if constexpr (S::CLUSTER == 1) __syncthreads();
+    else sync_cluster();
+    let_next_start();
+    PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
+    PrefillSegment segment;
+    if (warp < PRODUCERS / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
+        if (warp == 0) {
+            produce<S>(args, ring, rank);
+        } else {
+            wait_for_previous();
+            while (walk.next(args, segment))
+                if (segment.complete && has_block<S>(args, segment, rank)) end.finish<S>(args, segment, rank, warp - 1, lane);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+        wait_for_previous();
+        ByteBlock block{args, ring, end, rank};
+        block.warp = warp - PRODUCERS / 32, block.lane = lane, block.thread = 32 * block.warp + lane;
+        while (walk.next(args, segment)) dispatch_bytes<S>(List{}, block, segment);
+    }
+    // No block leaves while another may still write to its shared memory.
+    __syncwarp();
+    if constexpr (S::CLUSTER > 1) sync_cluster();
 }
