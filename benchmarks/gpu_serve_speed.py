@@ -20,7 +20,7 @@ import torch
 from tests.serving.engine import generate, model_of
 from vllm_exl3.tools.random_pack import write_random_pack
 
-__all__ = ["KINDS", "PROMPTS", "ROW", "Row", "speed", "take_turns"]
+__all__ = ["KINDS", "PROMPTS", "ROW", "SHAPE", "Row", "leave_out_top_k", "speed", "take_turns"]
 
 Row = dict[str, Any]
 
@@ -80,7 +80,6 @@ def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[
         batches: sequences decoded together.
         wait: say `READY` when the engine is, and begin when a line comes in.
     """
-    _leave_out_top_k()
     with tempfile.TemporaryDirectory() as temporary:
         options: dict[str, Any] = {
             "dtype": "bfloat16",
@@ -106,7 +105,7 @@ def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[
             yield _first_token(llm, kind, length)
 
 
-def _leave_out_top_k() -> None:
+def leave_out_top_k() -> None:
     """Let vLLM's warm-up sort for its top-k and top-p instead of compiling a Triton kernel for 128k tokens.
 
     That takes a minute of a start. Greedy decoding, which is what is timed, calls neither.
