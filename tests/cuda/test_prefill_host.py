@@ -23,7 +23,7 @@ ASSEMBLY = {
     "st.shared.f32": "memcpy(shared_base + address + 4 * OFFSET, &value, 4)",
     "cp.async.wait_all": "(void)0",
     "max.NaN.f32": "result = std::isnan(most) || std::isnan(value) ? NAN : max(most, fabsf(value))",
-    "cp.async.ca.shared.global": "block.staging.undo[block.thread] = args.scales[shard_index * args.rows + row]",
+    "cp.async.ca.shared.global": "staging.undo[i] = args.scales[shard_index * args.rows + first_row + i]",
 }
 """What stands for an instruction on the host; the packed conversion, which two places use, is matched by operands."""
 

@@ -4,10 +4,11 @@
 // One warp of the first warpgroup fetches units into a ring. The others multiply in pairs, a pair one Hadamard block: 64
 // output channels a warpgroup, one tile column a warp. A warpgroup has one product in flight while it decodes the weights of
 // the next: a second product queued behind the first would stall the warp until the tensor cores take it, and every
-// warpgroup would decode at the same time.
+// warpgroup would decode at the same time. With one Hadamard block a thread block, the other warps of the first warpgroup end
+// tiles; with two there are no registers for that, and those that multiply end them.
 #pragma once
 #include "barrier.cuh"
-#include "prefill_epilogue.cuh"
+#include "prefill_outputs.cuh"
 #include "wgmma_large.cuh"
 
 constexpr int PRODUCERS = 128;
@@ -98,6 +99,7 @@ __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, 
 struct PrefillBlock {
     const PrefillArgs& args;
     UnitRing ring;
+    SlotRing slots;
     Staging& staging; // shared, the pair's
     u32 place;        // which Hadamard block of the strip is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
@@ -141,7 +143,7 @@ __device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, Prefil
     float sums[TOKENS / 2] = {};
     u32 even[4], odd[4], words[K::Window::words];
     UnitRing& ring = block.ring;
-    fetch_scales<S>(block, segment);
+    if constexpr (PAIRS > 1) fetch_scales<S>(block, segment);
     mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
     load_unit<K, S::PAIRS>(words, block);
     decode_step<K, 0>(even, words);
@@ -166,7 +168,12 @@ __device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, Prefil
     }
     warpgroup_wait();
     release<S::CLUSTER>(before, block.lane);
-    finish_tile<S>(sums, block, segment);
+    if constexpr (PAIRS > 1) {
+        finish_tile<S>(sums, block, segment);
+    } else if (has_block<S>(block.args, segment, block.place)) {
+        if (segment.complete) hand_over<S>(sums, block, segment);
+        else leave_sums<S>(sums, block, segment);
+    }
 }
 
 template <class S, class... Ks>
@@ -182,7 +189,9 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
     UnitRing ring(args, shared_address(memory), S::PAIRS * STAGING_BYTES<S>, S::activation_bytes);
+    const SlotRing slots(shared_address(memory));
     if (threadIdx.x == 0) {
+        slots.init();
         for (u32 i = 0; i < ring.stages; ++i)
             mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, PAIR_WARPS * S::STRIPS);
         mbarrier_init_visible();
@@ -191,13 +200,14 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     else sync_cluster();
     let_next_start();
     if (warp < PRODUCERS / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PAIRS == 1 ? 80 : 24));
         if (warp == 0) produce<S>(args, ring, rank);
+        else if constexpr (S::PAIRS == 1) end_tiles<S>(args, slots, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES), rank, warp - 1, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         wait_for_previous();
         const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
-        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES<S>)};
+        PrefillBlock block{args, ring, slots, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES<S>)};
         block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
         PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);

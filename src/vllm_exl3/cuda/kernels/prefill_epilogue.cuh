@@ -11,26 +11,32 @@ __device__ __forceinline__ void copy_async(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 
-// Starts to fetch what the end of a tile of `tokens` rows from `first_row` on needs: it must not wait for memory then.
-template <class Block>
-__device__ __forceinline__ void fetch_scales(Block& block, u32 shard_index, u32 strip, u32 first_row, u32 tokens) {
-    const PrefillArgs& args = block.args;
+// False for a cluster's blocks beyond the shard's last.
+template <class S>
+__device__ __forceinline__ bool has_block(const PrefillArgs& args, const PrefillSegment& segment, u32 place) {
+    return S::STRIPS * segment.strip + place < args.shards[segment.shard].out_features / STRIP;
+}
+
+// Starts to fetch what the end of a tile of `tokens` rows from `first_row` on needs, with `threads` threads.
+__device__ __forceinline__ void fetch_scales(const PrefillArgs& args, Staging& staging, u32 shard_index, u32 strip, u32 first_row, u32 tokens,
+                                             u32 thread, u32 threads) {
     const PrefillShard& shard = args.shards[shard_index];
-    const u32 row = first_row + block.thread;
-    if (block.thread < tokens && row < args.rows)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&block.staging.undo[block.thread])),
-                     "l"(args.scales + shard_index * args.rows + row) : "memory");
-    if (block.thread < STRIP / 8 && strip < shard.out_features / STRIP)
-        copy_async(shared_address(&block.staging.svh[8 * block.thread]), shard.svh + strip * STRIP + 8 * block.thread);
-    if (args.bias != nullptr && block.thread < STRIP) {
-        const u32 kept = strip * STRIP + block.thread - shard.crop_start;  // wraps below the crop: one comparison serves both ends
-        block.staging.bias[block.thread] = kept < shard.crop_size ? load_element(args.bias, shard.out_column + kept, args.bias_type) : 0.0f;
+    for (u32 i = thread; i < min(tokens, args.rows - first_row); i += threads)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&staging.undo[i])),
+                     "l"(args.scales + shard_index * args.rows + first_row + i) : "memory");
+    if (strip >= shard.out_features / STRIP) return;
+    if (thread < STRIP / 8) copy_async(shared_address(&staging.svh[8 * thread]), shard.svh + strip * STRIP + 8 * thread);
+    if (args.bias == nullptr) return;
+    for (u32 i = thread; i < STRIP; i += threads) {
+        const u32 kept = strip * STRIP + i - shard.crop_start;  // wraps below the crop: one comparison serves both ends
+        staging.bias[i] = kept < shard.crop_size ? load_element(args.bias, shard.out_column + kept, args.bias_type) : 0.0f;
     }
 }
 template <class S, class Block>
 __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment& segment) {
     if (segment.complete)
-        fetch_scales(block, segment.shard, S::STRIPS * segment.strip + block.place, segment.row_tile * S::TOKENS, S::TOKENS);
+        fetch_scales(block.args, block.staging, segment.shard, S::STRIPS * segment.strip + block.place, segment.row_tile * S::TOKENS, S::TOKENS,
+                     block.thread, PAIR_THREADS);
 }
 
 // Leaves the sums of a part of a tile in memory, where prefill_finish.cu adds the parts up.
@@ -63,6 +69,11 @@ __device__ __forceinline__ void stage_tokens(const float* sums, u32 address) {
     }
 }
 
+// Where a thread puts its sums of the first tokens.
+__device__ __forceinline__ u32 staged_place(Staging& staging, int warp, int lane) {
+    return shared_address(staging.row(2 * (lane & 3)) + 16 * warp + (lane >> 2));
+}
+
 template <int STEP, int COUNT>
 __device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
 #pragma unroll
@@ -78,11 +89,10 @@ __device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
 // has the channels with bit 3; with 32 of them four do, the upper two have the channels with bit 6.
 template <int COUNT>
 struct RowPart {
-    static constexpr u32 lanes = STRIP / COUNT, tokens = 32 / lanes;  // of a row; of a warp
-    u32 token, place;
+    static constexpr u32 channels = COUNT, lanes = STRIP / COUNT, rows = 32 / lanes;  // lanes of a row, rows of a warp
+    u32 row, place;
 
-    __device__ __forceinline__ RowPart(int warp, int lane)
-        : token(warp * tokens + lane % tokens), place(8 * (lane / tokens & 1) + 64 * (lane / tokens >> 1)) {}
+    __device__ __forceinline__ explicit RowPart(int lane) : row(lane % rows), place(8 * (lane / rows & 1) + 64 * (lane / rows >> 1)) {}
 
     __device__ __forceinline__ static void rotate(float (&v)[COUNT], int lane) {
         butterflies<1>(v);
@@ -92,17 +102,17 @@ struct RowPart {
             for (int i = 0; i < COUNT; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], 16));
         }
     }
-    __device__ __forceinline__ void load(float (&v)[COUNT], const float* row) const {
+    __device__ __forceinline__ void load(float (&v)[COUNT], const float* from) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 4) {
-            const float4 values = *reinterpret_cast<const float4*>(row + place + 16 * (i / 8) + i % 8);
+            const float4 values = *reinterpret_cast<const float4*>(from + row * OUTPUT_PITCH + place + 16 * (i / 8) + i % 8);
             v[i] = values.x, v[i + 1] = values.y, v[i + 2] = values.z, v[i + 3] = values.w;
         }
     }
-    __device__ __forceinline__ void keep(const float (&v)[COUNT], float* row) const {
+    __device__ __forceinline__ void keep(const float (&v)[COUNT], float* to) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 4)
-            *reinterpret_cast<float4*>(row + place + 16 * (i / 8) + i % 8) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+            *reinterpret_cast<float4*>(to + row * OUTPUT_PITCH + place + 16 * (i / 8) + i % 8) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
     __device__ __forceinline__ void scale(float (&v)[COUNT], float factor, const u16* svh) const {
 #pragma unroll
@@ -169,17 +179,36 @@ struct Crop {
     }
 };
 
+// Rotates, scales and stores what a warp has of staged rows. `from`: the warp's first row in shared memory, which is row `token`
+// of a tile that has `rows` rows and begins at row `first_row`.
+template <class Part>
+__device__ __forceinline__ void finish_part(const PrefillArgs& args, Staging& staging, const PrefillShard& shard, u32 strip, float* from,
+                                            u32 token, u32 first_row, u32 rows, int lane) {
+    const Part part(lane);
+    float v[Part::channels];
+    part.load(v, from);
+    part.rotate(v, lane);
+    part.scale(v, staging.undo[token + part.row] * HADAMARD_SCALE, staging.svh);
+    if (args.bias != nullptr) part.add_bias(v, staging.bias);
+    const Crop crop(args, shard, strip);
+    if (crop.whole) {
+        if (token + part.row < rows) part.store(v, args, crop.place(args, first_row + token + part.row));
+    } else {
+        __syncwarp();
+        part.keep(v, from);
+        __syncwarp();
+        if (token < rows) crop.store(args, from, min(Part::rows, rows - token), first_row + token, lane);
+    }
+}
+
 // Output Hadamard, scales, bias, crop and cast of `rows` rows from `first_row` on of one Hadamard block.
 template <class S, class Block>
 __device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillShard& shard, u32 strip,
                                             u32 first_row, u32 rows) {
-    const PrefillArgs& args = block.args;
-    const int lane = block.lane;
     constexpr u32 at_once = STAGED<S>;
     using Part = RowPart<at_once / 2>;
-    const Part part(block.warp, lane);
     Staging& staging = block.staging;
-    const u32 staged = shared_address(staging.row(2 * (lane & 3)) + 16 * block.warp + (lane >> 2));
+    const u32 mine = block.warp * Part::rows, staged = staged_place(staging, block.warp, block.lane);
 #pragma unroll
     for (u32 first = 0; first < S::TOKENS; first += at_once) {  // registers have no run-time index
         if (first >= rows) break;
@@ -187,22 +216,7 @@ __device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], 
         if (S::TOKENS - first >= at_once) stage_tokens<at_once, 0>(sums + first / 2, staged);
         else stage_tokens<S::TOKENS % at_once, 0>(sums + first / 2, staged);
         block.sync();
-        float v[at_once / 2];
-        part.load(v, staging.row(part.token));
-        part.rotate(v, lane);
-        const u32 token = first + part.token;
-        part.scale(v, staging.undo[token] * HADAMARD_SCALE, staging.svh);
-        if (args.bias != nullptr) part.add_bias(v, staging.bias);
-        const Crop crop(args, shard, strip);
-        if (crop.whole) {
-            if (token < rows) part.store(v, args, crop.place(args, first_row + token));
-        } else {
-            __syncwarp();
-            part.keep(v, staging.row(part.token));
-            __syncwarp();
-            const u32 mine = first + block.warp * Part::tokens;
-            if (mine < rows) crop.store(args, staging.row(block.warp * Part::tokens), min(Part::tokens, rows - mine), first_row + mine, lane);
-        }
+        finish_part<Part>(block.args, staging, shard, strip, staging.row(mine), first + mine, first_row, rows, block.lane);
     }
     block.sync();  // the next tile's tokens go where this one's last may be
 }
@@ -213,7 +227,7 @@ __device__ __forceinline__ void finish_tile(const float (&sums)[S::TOKENS / 2], 
     const PrefillShard& shard = args.shards[segment.shard];
     const u32 strip = S::STRIPS * segment.strip + block.place, first_row = segment.row_tile * S::TOKENS;
     asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
-    if (strip >= shard.out_features / STRIP) return;  // a cluster's blocks beyond the shard's last
+    if (!has_block<S>(args, segment, block.place)) return;
     if (segment.complete) finish_rows<S>(sums, block, shard, strip, first_row, min(u32(S::TOKENS), args.rows - first_row));
     else leave_sums<S>(sums, block, segment);
 }

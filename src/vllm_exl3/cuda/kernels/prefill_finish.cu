@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
     const u32 last = prefill_range_of_unit(args, begin + depth - 1);
     if (strip >= shard.out_features / STRIP || row >= args.rows || range == last) return;  // one range has ended its tile itself
     FinishBlock block{args, *reinterpret_cast<Staging*>(memory), int(threadIdx.x / 32), int(threadIdx.x & 31), int(threadIdx.x)};
-    fetch_scales(block, segment.shard, strip, row, FinishShape::TOKENS);
+    fetch_scales(args, block.staging, segment.shard, strip, row, FinishShape::TOKENS, threadIdx.x, PAIR_THREADS);
     float sums[FinishShape::TOKENS / 2] = {};
     for (; range <= last; ++range) {
         const float4* from = prefill_partials(args, range, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;

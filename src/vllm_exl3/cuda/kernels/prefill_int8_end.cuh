@@ -13,12 +13,6 @@ struct ByteShape {
     static constexpr u32 activation_bytes = TOKENS * UNIT_IN;
 };
 
-// False for a cluster's blocks beyond the shard's last.
-template <class S>
-__device__ __forceinline__ bool has_block(const PrefillArgs& args, const PrefillSegment& segment, u32 place) {
-    return S::STRIPS * segment.strip + place < args.shards[segment.shard].out_features / STRIP;
-}
-
 struct TileEnd {
     static constexpr u32 PITCH = STRIP * 2 + 16;            // bytes of a token: free of bank conflicts on both sides
     static constexpr int WRITERS = 3, SHARE = STRIP / 4;    // warps; channels of a lane, four of which have a row

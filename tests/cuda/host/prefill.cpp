@@ -1,0 +1,43 @@
+// The prefill kernels on the host, behind functions for ctypes: tiles of 192 and 256 tokens, in clusters of one block.
+#include "ptx.h"
+#include "barrier.cuh"
+
+// Clusters of one block.
+inline u32 rank_of_one() { return 0; }
+#define rank_in_cluster rank_of_one
+#define sync_cluster __syncthreads
+#define mbarrier_arrive_at(barrier, rank) mbarrier_arrive(barrier)
+#define copy_to_cluster(target, source, bytes, barrier, blocks) copy_to_shared(target, source, bytes, barrier)
+
+inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
+// Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
+#define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
+inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
+inline void ptx_max_NaN_f32(float& result, float a, float b) { result = a != a || b != b ? NAN : std::max(a, b); }
+inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
+inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
+template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
+template <class T> inline void __stcg(T* to, T value) { *to = value; }
+template <class T> inline void __stcs(T* to, T value) { *to = value; }
+// As the device's wgmma.cuh makes it.
+template <int K_STEP>
+inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
+
+#include "prefill.cuh"
+#include "prefill_finish.cu"
+#include "prefill_transform.cu"
+
+extern "C" void transform(const PrefillArgs* args, u32 blocks, u32 threads, u32 shared) {
+    launch(blocks, 1, threads, shared + 1024, [=] { exl3_prefill_transform(*args); });
+}
+// Layers whose shards have K = 4 and, second, 3.
+extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared) {
+    launch(grid, 1, threads, shared, [=] {
+        if (args->tile_rows == 192) prefill<Shape<192, 1, 1>, 216, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        else prefill<Shape<256, 1, 1>, 216, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+    });
+}
+extern "C" void finish(const PrefillArgs* args, u32 tiles, u32 groups) {
+    launch(tiles, groups, PAIR_THREADS, STAGING_BYTES<FinishShape>, [=] { exl3_prefill_finish(*args); });
+}
