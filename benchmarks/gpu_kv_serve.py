@@ -5,10 +5,10 @@
     python benchmarks/gpu_kv_serve.py logits PACK --out FILE   logits, and what a needle in the context gives, with
                                                                int4 caches and with a 16-bit cache
 
-``speed`` makes a Llama of random weights, and an engine a process for every kind of cache and mode; they start at the
-same time, and then are timed one after the other. Prefill is timed by a request of one new token, decoding by requests
-that find all but their last tokens in the prefix cache. ``stock`` is vLLM's own int4 attention, ``fp8`` vLLM's
-FlashAttention.
+``speed`` makes a Mistral of random weights (a Llama's heads would have to divide its width), and an engine a process
+for every kind of cache and mode; they start at the same time, and then are timed one after the other. Prefill is timed
+by a request of one new token, decoding by requests that find all but their last tokens in the prefix cache. ``stock``
+is vLLM's own int4 attention, ``fp8`` vLLM's FlashAttention.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 def speed(kinds: list[str], logs: Path) -> Iterator[Row]:
     """Start an engine for each kind and mode, then time one after the other; vLLM's own int4 in the first mode only."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = _llama(Path(temporary))
+        folder = _layers_of_24_heads(Path(temporary))
         jobs = []
         for kind in kinds:
             for mode in list(MODES)[: 1 if kind == "stock" else None]:
@@ -237,13 +237,14 @@ def _generate(llm: Any, prompt: list[int], count: int) -> float:
     return elapsed
 
 
-def _llama(folder: Path) -> Path:
+def _layers_of_24_heads(folder: Path) -> Path:
     """Four layers of 24 query and 4 KV heads of 256; vLLM makes the weights up."""
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 5120, "intermediate_size": 17408,
-        "num_hidden_layers": 4, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
-        "vocab_size": 1024, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e7,
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 5120,
+        "intermediate_size": 17408, "num_hidden_layers": 4, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 1024, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e7,
         "max_position_embeddings": 2 * PROMPT, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "sliding_window": None,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder

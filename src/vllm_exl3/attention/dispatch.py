@@ -2,10 +2,12 @@
 
 | query tokens of a request | served by |
 |---|---|
-| 1 to 8 (decoding, verification of drafts) | the read kernel on segments of the context |
+| 1 to 8 (decoding, verification of drafts) | the decoding kernels on segments of the context |
 | 9 to 63 over 8192 and more earlier tokens | the same, a request at a time |
 | 64 and more; times the tokens in the cache 2¹⁹ and more | FlashAttention on unpacked stretches |
-| others | the read kernel on the whole context |
+| others | the Triton kernel on the whole context |
+
+The decoding kernels are CUDA's (`native`) for the shapes they serve, unless the user cut them, and Triton's elsewhere.
 
 The second and third need to know lengths on the host. While a CUDA graph is captured nothing is known there but the
 batch's longest query, so there the first and the last serve all, and a graph's kernels are the same in every replay.
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_exl3 import env
+from vllm_exl3.attention import native
 from vllm_exl3.attention.attend import LONG_QUERY
 from vllm_exl3.attention.launch import Config, Problem, attend_segments, attend_whole, partial_elements, rows_of
 from vllm_exl3.attention.prefill import FlashAttention, PrefillPlan, attend_long, plan_prefill
@@ -91,12 +94,14 @@ class Settings:
         prefill: how Triton prefill is cut; None takes what was measured.
         flash_prefill: whether FlashAttention may prefill.
         batch_invariant: whether a request's bits must not depend on the rest of its batch.
+        native: whether CUDA kernels may decode; they do not where the user set ``decode``.
     """
 
     decode: KernelShape | None
     prefill: KernelShape | None
     flash_prefill: bool
     batch_invariant: bool
+    native: bool = True
 
     @classmethod
     def from_environment(cls, batch_invariant: bool) -> "Settings":
@@ -178,9 +183,28 @@ class Int4Attention:
             sizes.append(plan.nbytes)
         torch.empty(max(sizes), dtype=torch.uint8, device=output.device)
 
+    def prepare(self, device: torch.device) -> None:
+        """Compile what may decode this layer, so that no request waits for a compiler."""
+        if self._may_be_native(device):
+            native.prepare(device, self.head_size, self.group)
+
+    def _may_be_native(self, device: torch.device) -> bool:
+        allowed = self.settings.native and self.settings.decode is None and self.head_size in native.SIZES
+        return allowed and native.unavailable(device) is None
+
     def _scratch_elements(self, requests: int, device: torch.device) -> int:
+        elements = 0
+        if self._may_be_native(device):
+            cut = native.cut_on(device, self.group, DECODE_QUERY, self.head_size)
+            elements = cut.scratch_elements(requests, self.kv_heads, self._native_segments(cut, requests, device))
         config = self.decode_config(requests, DECODE_QUERY, device)
-        return partial_elements(requests, self.kv_heads, self.group, self.head_size, DECODE_QUERY, config.segments)
+        triton = partial_elements(requests, self.kv_heads, self.group, self.head_size, DECODE_QUERY, config.segments)
+        return max(elements, triton)
+
+    def _native_segments(self, cut: native.NativeCut, requests: int, device: torch.device) -> int:
+        if self.settings.batch_invariant:
+            return _INVARIANT_SEGMENTS
+        return cut.segments(requests, self.kv_heads, _multiprocessors(device))
 
     def __call__(
         self,
@@ -233,13 +257,20 @@ class Int4Attention:
             attend_long(problem, batch.long, plan, scratch, flash_attention)
 
     def _attend_segments(self, problem: Problem, max_query: int) -> None:
-        config = self.decode_config(problem.requests, max_query, problem.query.device)
+        device, page = problem.query.device, problem.cache.shape[2]
+        if self._may_be_native(device) and not native.unserved(page, problem.query, problem.output, problem.sinks):
+            cut = native.cut_on(device, self.group, max_query, self.head_size)
+            segments = self._native_segments(cut, problem.requests, device)
+            elements = cut.scratch_elements(problem.requests, self.kv_heads, segments)
+            native.attend(problem, max_query, cut, segments, torch.empty(elements, dtype=torch.float32, device=device))
+            return
+        config = self.decode_config(problem.requests, max_query, device)
         scratch = None
         if config.segments > 1:
             elements = partial_elements(
                 problem.requests, self.kv_heads, self.group, self.head_size, max_query, config.segments
             )
-            scratch = torch.empty(elements, dtype=torch.float32, device=problem.query.device)
+            scratch = torch.empty(elements, dtype=torch.float32, device=device)
         attend_segments(problem, max_query, config, scratch)
 
 

@@ -12,9 +12,9 @@ from vllm_exl3.attention.layout import content_bytes, rotation_block
 from vllm_exl3.attention.merge import merge_kernel
 from vllm_exl3.attention.rotation import device_signs
 
-__all__ = ["Config", "Problem", "attend_segments", "attend_whole", "partial_elements", "rows_of"]
+__all__ = ["LOG2_E", "Config", "Problem", "attend_segments", "attend_whole", "partial_elements", "rows_of"]
 
-_LOG2_E = 1.0 / math.log(2.0)
+LOG2_E = 1.0 / math.log(2.0)
 _NEVER = 2**31 - 1
 _NOTHING = (_NEVER, math.inf)
 _ASSEMBLES = isinstance(attend_kernel, JITFunction) and torch.version.cuda is not None
@@ -223,7 +223,7 @@ def _launch(
         config.segments,
         *queries,
         *skip,
-        problem.scale / constants["BLOCK"] * (1.0 if problem.soft_cap > 0 else _LOG2_E),
+        problem.scale / constants["BLOCK"] * (1.0 if problem.soft_cap > 0 else LOG2_E),
         problem.soft_cap,
         strides[0],
         strides[1],

@@ -132,6 +132,7 @@ class Int4AttentionImpl(TritonAttentionImpl):
             )
         if attn_metadata is None:
             device_signs(rotation_block(self.head_size), query.device)
+            int4.prepare(query.device)
             int4.reserve(self._max_requests, output)
             return output.fill_(0)
         if not isinstance(attn_metadata.causal, bool) or not attn_metadata.causal:

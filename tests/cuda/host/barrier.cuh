@@ -27,3 +27,9 @@ inline void copy_to_shared(u32 target, const u8* source, u32 bytes, u32 barrier)
     host_barriers[barrier].bytes -= bytes, host_barriers[barrier].check();
 }
 inline void sync_threads(u32 barrier, u32 count) { named_meetings[barrier].wait(count); }
+
+// Clusters of one block.
+inline u32 rank_in_cluster() { return 0; }
+inline void sync_cluster() { __syncthreads(); }
+inline void mbarrier_arrive_at(u32 barrier, u32) { mbarrier_arrive(barrier); }
+inline void copy_to_cluster(u32 target, const u8* source, u32 bytes, u32 barrier, u16) { copy_to_shared(target, source, bytes, barrier); }

@@ -2,9 +2,10 @@
 #include "ptx.h"
 #include "fragments.cuh"
 #include "barrier.cuh"
-#include "moe_group_rows.cuh"
+#include "moe_group_hidden.cuh"
 #include "moe_route.cuh"
-#include "moe_wide.cuh"
+#define INSTANCE_CLUSTER 1
+#include "moe_cluster.cuh"
 
 #define INSTANCE_STAGE 0
 #define exl3_moe_group_rows group_rows_0
@@ -15,6 +16,7 @@
 #define exl3_moe_group_rows group_rows_1
 #include "moe_group_rows.cu"
 #include "moe_combine.cu"
+#include "moe_combine_rows.cu"
 #include "moe_route.cu"
 #include "moe_rows.cu"
 
@@ -22,10 +24,15 @@
 #include "moe_gemm.cuh"
 
 using One = Kind<8, 2, 2, 16>;
-template <int PAIRS, bool MIXED>
+template <int PAIRS, int ROWS, int LEAST, int STEP, bool MIXED>
 void wide(const MoeArgs& args) {
-    if constexpr (MIXED) moe_wide<PAIRS, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
-    else moe_wide<PAIRS, WideKinds<One>>(args);
+    if constexpr (MIXED) moe_wide<PAIRS, ROWS, LEAST, STEP, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
+    else moe_wide<PAIRS, ROWS, LEAST, STEP, WideKinds<One>>(args);
+}
+template <bool MIXED>
+void cluster(const MoeArgs& args) {
+    if constexpr (MIXED) moe_cluster<256, 64, 64, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
+    else moe_cluster<256, 64, 32, WideKinds<One>>(args);
 }
 template <bool MIXED>
 void narrow(const MoeArgs& args) {
@@ -36,11 +43,12 @@ void narrow(const MoeArgs& args) {
 // `kernel` as test_moe_host.py numbers them.
 extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_x, u32 grid_y, u32 block, u32 shared) {
     using Function = void (*)(const MoeArgs);
-    const Function simple[] = {exl3_moe_route, exl3_moe_rows, group_rows_0, group_rows_1, exl3_moe_combine};
+    const Function simple[] = {exl3_moe_route, exl3_moe_rows, group_rows_0, group_rows_1, exl3_moe_combine, exl3_moe_combine_rows, exl3_moe_count};
     launch(grid_x, grid_y, block, shared, [=] {
-        if (kernel < 5) simple[kernel](*args);
-        else if (kernel == 5) mixed ? narrow<true>(*args) : narrow<false>(*args);
-        else if (kernel == 6) mixed ? wide<2, true>(*args) : wide<2, false>(*args);
-        else mixed ? wide<1, true>(*args) : wide<1, false>(*args);
+        if (kernel < 7) simple[kernel](*args);
+        else if (kernel == 7) mixed ? narrow<true>(*args) : narrow<false>(*args);
+        else if (kernel == 8) mixed ? wide<1, 32, 16, 16, true>(*args) : wide<1, 32, 16, 16, false>(*args);
+        else if (kernel == 9) mixed ? wide<2, 128, 32, 32, true>(*args) : wide<2, 128, 32, 16, false>(*args);
+        else mixed ? cluster<true>(*args) : cluster<false>(*args);
     });
 }

@@ -24,6 +24,14 @@ inline void ptx_fma_rn_f16x2(unsigned& d, unsigned a, unsigned b, unsigned c) {
 inline void ptx_add_rn_f16x2(unsigned& d, unsigned a, unsigned b) {
     d = half_bits_of(half_value(a) + half_value(b)) | half_bits_of(half_value(a >> 16) + half_value(b >> 16)) << 16;
 }
+inline void ptx_mul_rn_f16x2(unsigned& d, unsigned a, unsigned b) {
+    d = half_bits_of(half_value(a) * half_value(b)) | half_bits_of(half_value(a >> 16) * half_value(b >> 16)) << 16;
+}
+inline void ptx_ex2_approx_ftz_f32(float& d, float a) { d = std::exp2(a); }
+inline void ptx_lg2_approx_ftz_f32(float& d, float a) { d = std::log2(a); }
+inline void ptx_rcp_approx_ftz_f32(float& d, float a) { d = 1.0f / a; }
+template <int = 0> inline void ptx_setmaxnreg_dec_sync_aligned_u32() {}
+template <int = 0> inline void ptx_setmaxnreg_inc_sync_aligned_u32() {}
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_griddepcontrol_launch_dependents() {}
 
@@ -37,6 +45,26 @@ inline void ptx_ld_shared_v4_f32(float& a, float& b, float& c, float& d, unsigne
     memcpy(&a, from, 4), memcpy(&b, from + 4, 4), memcpy(&c, from + 8, 4), memcpy(&d, from + 12, 4);
 }
 inline void ptx_st_shared_f32(unsigned at, float value) { memcpy(shared_bytes(at, 4), &value, 4); }
+inline void ptx_st_shared_u16(unsigned at, uint16_t value) { memcpy(shared_bytes(at, 2), &value, 2); }
+
+// Copies land as late as they may: when their thread waits for them.
+struct Copy { unsigned target; const void* source; unsigned size; };
+inline std::vector<Copy> open_copies[MAX_THREADS];
+inline std::vector<std::vector<Copy>> closed_copies[MAX_THREADS];
+inline void start_copy_of(unsigned target, const void* source, unsigned size) {
+    if (reinterpret_cast<uintptr_t>(source) % size) stop("alignment of a copy's source");
+    open_copies[running].push_back({target, source, size});
+}
+inline void ptx_cp_async_cg_shared_global(unsigned target, const void* source) { start_copy_of(target, source, 16); }
+inline void ptx_cp_async_ca_shared_global(unsigned target, const void* source) { start_copy_of(target, source, 8); }
+inline void ptx_cp_async_commit_group() { closed_copies[running].push_back(std::move(open_copies[running])), open_copies[running].clear(); }
+inline void ptx_cp_async_wait_group(unsigned left) {
+    auto& groups = closed_copies[running];
+    while (groups.size() > left) {
+        for (const Copy& copy : groups.front()) memcpy(shared_bytes(copy.target, copy.size), copy.source, copy.size);
+        groups.erase(groups.begin());
+    }
+}
 inline void ptx_ld_global_nc_u32(unsigned& d, const unsigned* at) { d = *at; }
 inline void ptx_ld_global_nc_v2_u32(unsigned& a, unsigned& b, const unsigned* at) { a = at[0], b = at[1]; }
 inline void ptx_ld_global_nc_L1__no_allocate_v4_u32(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const unsigned* at) {

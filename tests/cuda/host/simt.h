@@ -25,9 +25,11 @@
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 constexpr int SHARED_BYTES = 1 << 18, STACK_BYTES = 1 << 17, MAX_THREADS = 1024;
@@ -48,12 +50,12 @@ struct Thread { ucontext_t context; bool done; };
 inline Thread threads[MAX_THREADS];
 inline ucontext_t scheduler;
 inline int running;
-inline unsigned block_x, block_y, threads_a_block, blocks_x;
+inline unsigned block_x, block_y, threads_a_block, blocks_x, blocks_y;
 struct Index { unsigned x; };
 #define threadIdx (Index{static_cast<unsigned>(running)})
 #define blockIdx (Index2{block_x, block_y})
 #define blockDim (Index{threads_a_block})
-#define gridDim (Index{blocks_x})
+#define gridDim (Index2{blocks_x, blocks_y})
 struct Index2 { unsigned x, y; };
 
 inline void switch_thread() { const int mine = running; swapcontext(&threads[mine].context, &scheduler); }
@@ -97,9 +99,11 @@ inline unsigned __match_any_sync(unsigned, int v) {
 inline unsigned __reduce_max_sync(unsigned, unsigned v) { return collect(v, [](auto& all, int) { return *std::max_element(all, all + 32); }); }
 inline int __reduce_add_sync(unsigned, int v) { return collect(v, [](auto& all, int) { unsigned sum = 0; for (unsigned one : all) sum += one; return int(sum); }); }
 
+inline int __any_sync(unsigned, int v) { return collect(v, [](auto& all, int) { return int(std::any_of(all, all + 32, [](unsigned one) { return one != 0; })); }); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline unsigned atomicMax(unsigned* at, unsigned v) { const unsigned old = *at; *at = std::max(old, v); return old; }
+inline unsigned atomicAdd(unsigned* at, unsigned v) { const unsigned old = *at; *at += v; return old; }
 inline int atomicAdd(int* at, int v) { const int old = *at; *at += v; return old; }
 inline int __float2int_rn(float v) { return int(std::nearbyintf(v)); }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) { return by &= 31, by ? high << by | low >> (32 - by) : high; }
@@ -122,7 +126,7 @@ inline void run_thread() { kernel_body(); threads[running].done = true; }
 // Runs a grid. Shared memory is poisoned before every block.
 inline void launch(unsigned grid_x, unsigned grid_y, unsigned block, unsigned shared, std::function<void()> body) {
     static std::vector<std::vector<char>> stacks(MAX_THREADS);
-    kernel_body = std::move(body), threads_a_block = block, blocks_x = grid_x, shared_limit = shared;
+    kernel_body = std::move(body), threads_a_block = block, blocks_x = grid_x, blocks_y = grid_y, shared_limit = shared;
     for (block_y = 0; block_y < grid_y; ++block_y)
         for (block_x = 0; block_x < grid_x; ++block_x) {
             memset(memory, 0xff, sizeof memory);

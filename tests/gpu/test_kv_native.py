@@ -1,0 +1,90 @@
+"""The CUDA kernels that decode over the int4 KV cache, against float64 over random batches."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from tests.attention.cases import Case, build, error, random_case
+from vllm_exl3.attention import native
+from vllm_exl3.attention.launch import Problem
+
+# The bfloat16 output alone costs 1.6e-3.
+TOLERANCE = 3e-3
+
+
+def attend(problem: Problem, max_query: int, segments: int) -> None:
+    """Both launches, with scratch and output full of NaN."""
+    problem.output.fill_(torch.nan)
+    cut = native.cut_on(problem.query.device, problem.group, max_query, problem.query.shape[2])
+    elements = cut.scratch_elements(problem.requests, problem.kv_heads, segments)
+    native.attend(problem, max_query, cut, segments, torch.full((elements,), torch.nan, device="cuda"))
+
+
+def native_case(seed: int, longest: int) -> Case:
+    """A random batch that these kernels serve."""
+    rng = random.Random(seed + 1000)
+    case = random_case(seed, longest)
+    return dataclasses.replace(case, head_size=rng.choice(native.SIZES))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_batches(seed: int) -> None:
+    case = native_case(seed, 3000)
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[seed % 3]
+    problem, expected = build(case, "cuda", dtype)
+    assert native.unserved(case.page, problem.query, problem.output, problem.sinks) is None
+    tolerance = TOLERANCE if dtype == torch.bfloat16 else 1e-3
+    for segments in (1, 7, 128):
+        attend(problem, max(case.counts), segments)
+        assert error(problem.output[: expected.shape[0]], expected) <= tolerance, (segments, case)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_batches(seed: int) -> None:
+    case = dataclasses.replace(native_case(seed, 40000), kv_heads=1, heads=6, head_size=native.SIZES[seed % 4])
+    problem, expected = build(case, "cuda", torch.float16)
+    attend(problem, max(case.counts), 64)
+    assert error(problem.output[: expected.shape[0]], expected) <= 1e-3
+
+
+def test_other_requests_are_left_alone() -> None:
+    case = Case((300, 200, 140), (1, 9, 2), 6, 1, 256, 16)
+    problem, expected = build(case, "cuda", torch.bfloat16)
+    attend(problem, 8, 4)
+    assert problem.output[1:10].isnan().all()
+    kept = [0, 10, 11]
+    assert error(problem.output[kept], expected[kept]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("query_scale", "octaves"), [(0.0, 0), (1e-20, 20), (300.0, 20)])
+def test_magnitudes(query_scale: float, octaves: int) -> None:
+    from vllm_exl3.attention.reference import attention_reference
+
+    case = Case((700,), (2,), 6, 1, 256, 16)
+    problem, _ = build(case, "cuda", torch.float32)
+    shifts = torch.randint(-octaves, octaves + 1, problem.cache.shape[:3], device="cuda")
+    words = problem.cache[..., -4:].view(torch.int32)[..., 0]
+    scales = (words & -16).view(torch.float32)
+    usual = (scales > 1e-3) & (scales < 10)  # slots that no request uses hold random bits
+    words.copy_(torch.where(usual, words + shifts.to(words) * (1 << 23), words))
+    problem.query.mul_(query_scale)
+    expected = attention_reference(
+        problem.query.cpu(), problem.cache.cpu(), problem.table.cpu(), [700], [0, 2], problem.scale
+    )
+    for segments in (1, 4):
+        attend(problem, 2, segments)
+        assert error(problem.output, expected) <= 1e-3
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    problem, _ = build(Case((3000, 500), (2, 1), 12, 2, 256, 16, seed=5), "cuda", torch.bfloat16)
+    attend(problem, 2, 16)
+    first = problem.output.clone()
+    for _ in range(5):
+        attend(problem, 2, 16)
+        assert torch.equal(problem.output, first)
