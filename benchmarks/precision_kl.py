@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the fast mode's int8 costs a language model: KL divergence from the same pack in the default arithmetic.
 
-    python benchmarks/precision_kl.py PACK [--text FILE ...] [--tokens 4096] [--write]
+    python benchmarks/precision_kl.py PACK [--text FILE ...] [--tokens 3072] [--write]
 
 The CPU computes what the GPU's kernel would (`vllm_exl3.ops.int8`), for the layers and numbers of tokens that the
 kernel serves. Weights and activations are also rounded one at a time, to tell which of them costs what. The text is
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=Path)
     parser.add_argument("--text", type=Path, nargs="+", default=[ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))])
-    parser.add_argument("--tokens", type=int, default=8 * WINDOW)
+    parser.add_argument("--tokens", type=int, default=6 * WINDOW)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     arguments = parser.parse_args()
