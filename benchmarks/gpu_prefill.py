@@ -8,13 +8,14 @@
 
 The latter three are measured for the first K and codebook only. Nothing is timed where a check fails.
 A timing is one whole linear (transform, GEMM, Hadamards, svh, cast) inside a replayed CUDA graph that goes round over
-more weight copies than the L2 holds; the median of several replays. Inputs are random, never zeros.
+more weight copies than the L2 holds; the median of several replays, which take turns with those of cuBLAS: what the
+GPU's clock does, it does to both. Inputs are random, never zeros.
 """
 
 import argparse
 import importlib.util
-import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +24,12 @@ from pathlib import Path
 import torch
 from gpu_linear_checks import Checks
 from gpu_prefill_checks import check_all
+from gpu_prefill_cliffs import cliffs, counts_around, used
 
 from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct, runtime
-from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import Form, GpuLimits
-from vllm_exl3.cuda.prefill_plan import FINISH, TILES, TRANSFORM, PrefillArgs, plan_prefill
-from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
+from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.prefill_plan import TILES
+from vllm_exl3.cuda.timing import Rotation, dense_weights, limit_us, random_trellis, replayed_in_turns
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import write_results
@@ -66,13 +67,15 @@ class Bench:
         self.arguments = arguments
         self.rows: list[Row] = []
         self._buffer = random_trellis(600_000_000)
-        self._dense: dict[tuple[int, int, int], float] = {}
+        self._dense: tuple[tuple[int, int], list[torch.Tensor]] | None = None
+        self._bf16: dict[tuple[int, int, int], list[float]] = {}
         self._started = self._saved = time.perf_counter()
         first, others = arguments.bits[:1], arguments.bits[1:]
         self.kinds = [
             (bits, codebook) for group in (first, others) for codebook in arguments.codebooks for bits in group
         ]
         device = runtime.device(torch.cuda.current_device())
+        self.limits = device.limits
         shards = [
             Shard(round(2 * bits), codebook, *shape, 0, shape[1])
             for bits, codebook in self.kinds
@@ -110,32 +113,31 @@ class Bench:
         device = torch.cuda.get_device_properties(0)
         facts = {"multiprocessors": device.multi_processor_count, "cuda": torch.version.cuda}
         command = "python " + " ".join(sys.argv)
-        write_results(arguments.out, self.rows, machine="h200", command=command, facts=facts)
+        write_results(arguments.out, [*self.rows, *self.dense_rows()], machine="h200", command=command, facts=facts)
         self._saved = time.perf_counter()
 
-    def dense(self, shape: tuple[int, int], rows: int) -> float:
-        """Microseconds of cuBLAS bf16."""
-        key = (*shape, rows)
-        if key not in self._dense:
-            self._dense[key] = cublas_us(shape, rows)
-            self.rows.append({
-                "kernel": "cublas_bf16", "in": shape[0], "out": shape[1], "m": rows, "us": round(self._dense[key], 2),
-                "tflops": _tflops(shape, rows, self._dense[key]),
-            })  # fmt: skip
-        return self._dense[key]
+    def dense(self, shape: tuple[int, int], rows: int) -> tuple[Callable[[int], object], int]:
+        """cuBLAS in bf16, and how many weight copies it has."""
+        if self._dense is None or self._dense[0] != shape:
+            self._dense = None  # frees the shape's before
+            self._dense = shape, dense_weights(shape)
+        weights, x = self._dense[1], torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
+        return lambda i: torch.nn.functional.linear(x, weights[i]), len(weights)
 
     def add(self, kernel: str, rotation: Rotation, rows: int, mode: str, call: Callable[[int], object]) -> None:
-        """Time one way to compute a cell."""
-        us = replayed(call, rotation.copies, self.arguments.repeats)
+        """Time one way to compute a cell, in turns with cuBLAS."""
         shard = rotation.shard
         shape = (shard.in_features, shard.out_features)
+        calls = {"it": (call, rotation.copies), "bf16": self.dense(shape, rows)}
+        times = replayed_in_turns(calls, self.arguments.repeats)
+        us, bf16 = times["it"], times["bf16"]
         limit = max(limit_us(shape, shard.half_bits), 2e-6 * shape[0] * shape[1] * rows / LOOP_TFLOPS)
         self.rows.append({
             "kernel": kernel, "in": shape[0], "out": shape[1], "m": rows, "bits": shard.half_bits / 2,
-            "codebook": Codebook(shard.codebook).label, "mode": mode, "us": round(us, 2),
+            "codebook": Codebook(shard.codebook).label, "mode": mode, "us": round(us, 2), "bf16_us": round(bf16, 2),
             "tflops": _tflops(shape, rows, us), "limit_us": round(limit, 2),
         })  # fmt: skip
-        bf16 = self.dense(shape, rows)
+        self._bf16.setdefault((*shape, rows), []).append(bf16)
         cell = (
             f"{shape[0]:5d}×{shape[1]:<5d} {Codebook(shard.codebook).label:5s} K={shard.half_bits / 2:<3g} M={rows:<5d}"
         )
@@ -143,6 +145,15 @@ class Bench:
             f"{cell} {kernel:11s} {mode:12s} {us:8.1f} µs {_tflops(shape, rows, us):4.0f} TF bf16/it {bf16 / us:5.2f}",
             flush=True,
         )
+
+    def dense_rows(self) -> list[Row]:
+        """A row of cuBLAS for each shape and number of tokens: the median of all its times."""
+        return [
+            {"kernel": "cublas_bf16", "in": width, "out": height, "m": rows, "us": round(us, 2),
+             "tflops": _tflops((width, height), rows, us)}
+            for (width, height, rows), times in self._bf16.items()
+            for us in [statistics.median(times)]
+        ]  # fmt: skip
 
 
 def _tflops(shape: tuple[int, int], rows: int, us: float) -> float:
@@ -153,26 +164,11 @@ def _input(rotation: Rotation, rows: int) -> torch.Tensor:
     return torch.randn(rows, rotation.shard.in_features, device="cuda", dtype=torch.float16)
 
 
-def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance]]:
-    """What serves a number of tokens: its name, and its kernels."""
-    layer, width = (shard,), shard.in_features
-    if not prefill.serves(layer, rows, limits):
-        form = dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture)
-        return form.name, linear.plan(layer, min(rows, form.tile_rows), width, form, limits).instances
-    window, names, instances = prefill.window_rows(layer), [], [TRANSFORM, FINISH]
-    for first in range(0, rows, window):
-        plan = plan_prefill(layer, min(rows - first, window), width, limits)
-        names.append(f"prefill{PrefillArgs.from_buffer_copy(plan.arguments).tile_rows}")
-        instances.append(plan.instance)
-    return names[0], instances
-
-
 def time_dispatched(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
     """Whole linears as they are served."""
-    limits = runtime.device(torch.cuda.current_device()).limits
     for rotation, rows in cells:
         x = _input(rotation, rows)
-        mode, _ = used(rotation.shard, rows, limits)
+        mode, _ = used(rotation.shard, rows, bench.limits)
         bench.add("native", rotation, rows, mode, lambda i: rotation_linear(rotation, x, i))  # noqa: B023
 
 
@@ -210,22 +206,6 @@ def time_reconstruct(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> Non
         bench.add("reconstruct", rotation, rows, "", call)
 
 
-def cliffs(rows: list[Row]) -> list[str]:
-    """Neighbours of which the larger batch is much faster or slower than its size says."""
-    found = []
-    cells: dict[tuple[object, ...], list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["kernel"] == "native":
-            key = (row["in"], row["out"], row["bits"], row["codebook"])
-            cells.setdefault(key, []).append((int(str(row["m"])), float(str(row["us"]))))
-    for key, times in cells.items():
-        times.sort()
-        for (m1, t1), (m2, t2) in itertools.pairwise(times):
-            if t2 < 0.9 * t1 or t2 > 1.1 * t1 * max(1.0, m2 / m1):
-                found.append(f"{key}: {m1} → {m2} tokens take {t1:.1f} → {t2:.1f} µs")
-    return found
-
-
 def _shape(text: str) -> tuple[int, int]:
     width, _, height = text.partition("x")
     return int(width), int(height)
@@ -258,12 +238,13 @@ def main() -> int:
     if arguments.reconstruct:
         time_reconstruct(bench, bench.cells(first, [rows for rows in arguments.rows if 256 <= rows <= 4096]))
     if arguments.cliffs:
-        around = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048)
-        counts = sorted({rows + step for rows in around for step in (-1, 0, 1)} - {0, *arguments.rows})
-        time_dispatched(bench, bench.cells(first, counts, arguments.shapes[1:2]))
+        for shape in arguments.shapes:
+            shard = Shard(round(2 * first[0][0]), first[0][1], *shape, 0, shape[1])
+            counts = [rows for rows in counts_around(shard, bench.limits) if rows not in arguments.rows]
+            time_dispatched(bench, bench.cells(first, counts, [shape]))
     if arguments.time:
         time_dispatched(bench, bench.cells(rest, arguments.rows))
-    for cliff in cliffs(bench.rows):
+    for cliff in cliffs(bench.rows, bench.limits):
         print("cliff", cliff)
     bench.save()
     return 0 if good else 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.prefill import window_rows
 from vllm_exl3.cuda.prefill_cut import cut
 from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, PrefillArgs, PrefillShard, kernel, plan_prefill
 from vllm_exl3.ops.shards import Shard
@@ -123,3 +124,13 @@ def test_time_grows_with_tokens_without_cliffs(shape: tuple[int, int]) -> None:
     for (m1, t1, _), (m2, t2, step) in itertools.pairwise(costs):
         assert t2 >= 0.9 * t1, (m1, m2)
         assert t2 <= max(1.1 * t1 * m2 / m1, t1 + step), (m1, m2)
+
+
+@given(st.integers(1, 100_000), st.integers(1, 500), st.integers(1, 3))
+def test_windows_are_few_and_even(rows: int, in_blocks: int, shards: int) -> None:
+    layer = (Shard(8, 2, 128 * in_blocks, 128, 0, 128),) * shards
+    step = window_rows(layer, rows)
+    launches = -(-rows // step)
+    row = 2 * 128 * in_blocks * shards
+    assert step % 256 == 0 and row * step <= max(64 << 20, row * 256)
+    assert rows - (launches - 1) * step > 0 and step - -(-rows // launches) < 256

@@ -7,7 +7,7 @@ import torch
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits
+from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 from vllm_exl3.cuda.prefill_plan import (
     FINISH,
     FINISH_SHARED,
@@ -57,10 +57,11 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     return [TRANSFORM, FINISH, *(plan.instance for plan in plans)]
 
 
-def window_rows(shards: tuple[Shard, ...]) -> int:
-    """How many rows one launch takes."""
-    rows = _WINDOW_BYTES // (2 * sum(shard.in_features for shard in shards))
-    return max(_WINDOW_STEP, rows // _WINDOW_STEP * _WINDOW_STEP)
+def window_rows(shards: tuple[Shard, ...], rows: int) -> int:
+    """How many of ``rows`` rows one launch takes: as few launches as scratch allows, of even size."""
+    most = _WINDOW_BYTES // (2 * sum(shard.in_features for shard in shards)) // _WINDOW_STEP * _WINDOW_STEP
+    launches = max(1, -(-rows // max(_WINDOW_STEP, most)))
+    return round_up(-(-rows // launches), _WINDOW_STEP)
 
 
 def prefill(
@@ -91,7 +92,7 @@ def prefill(
         limits: of the GPU, where they should be others than the device's own.
     """
     device = runtime.device(x.device.index)
-    step = window_rows(shards)
+    step = window_rows(shards, x.shape[0])
     for first in range(0, x.shape[0], step):
         part = x[first : first + step]
         plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges)

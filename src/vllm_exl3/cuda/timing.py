@@ -3,7 +3,7 @@
 import functools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,7 +12,17 @@ from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.narrow import Cut
 from vllm_exl3.ops.shards import Shard, pack_shards
 
-__all__ = ["Rotation", "cublas_us", "limit_us", "linear_us", "random_trellis", "random_weights", "replayed"]
+__all__ = [
+    "Rotation",
+    "cublas_us",
+    "dense_weights",
+    "limit_us",
+    "linear_us",
+    "random_trellis",
+    "random_weights",
+    "replayed",
+    "replayed_in_turns",
+]
 
 _ROTATED_BYTES = 320e6
 _INSTRUCTIONS_A_WEIGHT = 3.0
@@ -39,6 +49,31 @@ def random_weights(shard: Shard, seed: int) -> tuple[torch.Tensor, torch.Tensor,
 
 def replayed(call: Callable[[int], object], copies: int, repeats: int = 7) -> float:
     """Median microseconds of one call in a graph of ``copies`` calls."""
+    return replayed_in_turns({"": (call, copies)}, repeats)[""]
+
+
+def replayed_in_turns(calls: Mapping[str, tuple[Callable[[int], object], int]], repeats: int = 7) -> dict[str, float]:
+    """Median microseconds of one of several calls each, in replays that take turns: all of them see the same clocks.
+
+    Args:
+        calls: by name, a call and how many of it make a graph.
+        repeats: replays of each.
+    """
+    graphs = {name: _captured(call, copies) for name, (call, copies) in calls.items()}
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 2):
+        for name, graph in graphs.items():
+            events[0].record()
+            graph.replay()
+            events[1].record()
+            torch.cuda.synchronize()
+            if repeat >= 2:
+                times[name].append(events[0].elapsed_time(events[1]) * 1e3 / calls[name][1])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _captured(call: Callable[[int], object], copies: int) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(torch.cuda.Stream()):
         for index in range(2):
             call(index % copies)
@@ -47,16 +82,7 @@ def replayed(call: Callable[[int], object], copies: int, repeats: int = 7) -> fl
     with torch.cuda.graph(graph):
         for index in range(copies):
             call(index)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    times = []
-    for repeat in range(repeats + 2):
-        events[0].record()
-        graph.replay()
-        events[1].record()
-        torch.cuda.synchronize()
-        if repeat >= 2:
-            times.append(events[0].elapsed_time(events[1]) * 1e3 / copies)
-    return statistics.median(times)
+    return graph
 
 
 class Rotation:
@@ -97,12 +123,16 @@ def linear_us(shape: tuple[int, int], half_bits: int, codebook: int, rows: int) 
     return rotation.time(torch.randn(rows, shape[0], device="cuda", dtype=torch.float16))
 
 
+def dense_weights(shape: tuple[int, int]) -> list[torch.Tensor]:
+    """bfloat16 weights ``[out, in]`` of an (in, out) shape, as many copies as the L2 cannot hold."""
+    copies = max(3, math.ceil(_ROTATED_BYTES / (2 * shape[0] * shape[1])))
+    return [torch.randn(shape[1], shape[0], device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+
+
 def cublas_us(shape: tuple[int, int], rows: int) -> float:
     """Microseconds of torch's bf16 linear of the same shape."""
-    copies = max(3, math.ceil(_ROTATED_BYTES / (2 * shape[0] * shape[1])))
-    dense = [torch.randn(shape[1], shape[0], device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    x = torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
-    return replayed(lambda i: torch.nn.functional.linear(x, dense[i]), copies)
+    dense, x = dense_weights(shape), torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
+    return replayed(lambda i: torch.nn.functional.linear(x, dense[i]), len(dense))
 
 
 @functools.cache
