@@ -42,3 +42,24 @@ def test_scratch_is_bounded_and_returned() -> None:
     prefill.prefill(x, *tensors, None, (shard,), out)
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() - before <= 128 << 20
+
+
+@pytest.mark.parametrize("mebibytes", [16, 64])
+def test_dense_weights_take_what_was_allowed_and_go(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
+    """vLLM's memory profile runs a forward pass: it sees the allocator's peak, so all scratch has to come from there."""
+    from vllm_exl3.cuda import reconstruct
+    from vllm_exl3.cuda.timing import random_weights
+    from vllm_exl3.ops.shards import Shard, pack_shards
+
+    monkeypatch.setenv("VLLM_EXL3_RECONSTRUCT_MB", str(mebibytes))
+    shard = Shard(8, 2, 4096, 14336, 0, 14336)
+    tensors = random_weights(shard, 1)
+    x = torch.randn(64, 4096, device="cuda").half()
+    reconstruct.linear(x, *tensors, None, pack_shards([shard]))  # compiles, and makes cuBLAS's workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = reconstruct.linear(x, *tensors, None, pack_shards([shard]))
+    peak = torch.cuda.max_memory_allocated() - before - out.numel() * 2
+    assert mebibytes // 2 << 20 <= peak <= mebibytes + 1 << 20
+    assert torch.cuda.memory_allocated() - before <= (out.numel() * 2 + (1 << 20))
