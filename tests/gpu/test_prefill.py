@@ -46,7 +46,7 @@ def test_scratch_is_bounded_and_returned() -> None:
 
 @pytest.mark.parametrize("mebibytes", [16, 64])
 def test_dense_weights_take_what_was_allowed_and_go(monkeypatch: pytest.MonkeyPatch, mebibytes: int) -> None:
-    """vLLM's memory profile runs a forward pass: it sees the allocator's peak, so all scratch has to come from there."""
+    """vLLM profiles memory by a forward pass and sees the allocator's peak: all scratch has to come from there."""
     from vllm_exl3.cuda import reconstruct
     from vllm_exl3.cuda.timing import random_weights
     from vllm_exl3.ops.shards import Shard, pack_shards
