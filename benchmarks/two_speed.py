@@ -1,5 +1,6 @@
 """Speed of an 8B-shaped model over one GPU or two: one engine's part of ``gpu_two.py``."""
 
+import itertools
 import json
 import statistics
 import time
@@ -75,7 +76,7 @@ def speed(kind: str, ranks: int, pack: Path, out: Path, shape: dict[str, int], o
         (out / f"{name}.ready").touch()
         while not (out / f"{name}.go").exists():
             time.sleep(0.1)
-        for row in [*_decode(llm, shape["vocab"]), *_prefill(llm, shape["vocab"])]:
+        for row in itertools.chain(_decode(llm, shape["vocab"]), _prefill(llm, shape["vocab"])):
             print(json.dumps({**identity, **row}), file=rows)
     (out / f"{name}.done").touch()
 
