@@ -92,3 +92,14 @@ def test_embeddings_are_named_with_their_bytes_and_kernels_only_where_one_decode
     assert report.bytes["embedding"] == 7
     labels = [line.split()[0] for line in report.text().splitlines()[1:]]
     assert [labels.count(label) for label in ("table", "embedding", "ngram")] == [2, 1, 1]
+
+
+def test_fast_arithmetic_is_named_where_nothing_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    layer, layout = layer_and_layout("model.layers.0.mlp.down_proj")
+    report.add_layer("down", layer, layout)
+    pack = SimpleNamespace(source="pack", commit=None, quantization={})
+    assert report.layer_ready("down", layer, pack)  # type: ignore[arg-type]
+    assert report.as_dict()["precision"] == [] and "precision" not in report.text()
+    monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
+    assert "  precision  fast was asked for; native on cpu, which serves linears, has no such mode" in report.text()
