@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,12 +85,7 @@ class Kernel:
         """
         from cuda.bindings import driver
 
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared
-        config.hStream = driver.CUstream(stream)
-        _set_attributes(config, ([_dependent_attribute()] if dependent else []) + _cluster_attributes(cluster))
+        config = _launch_config(grid, threads, shared, stream, dependent, cluster)
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         with _current(self.context):  # a default stream's handle means that of the current context
             (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
@@ -115,6 +111,20 @@ def _current(context: Any) -> contextlib.AbstractContextManager[None]:
     status, current = driver.cuCtxGetCurrent()
     _check(status, "asking for the current context")
     return contextlib.nullcontext() if int(current) == int(context) else _switched(context)
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_config(grid: tuple[int, int], threads: int, shared: int, stream: int, dependent: bool, cluster: int) -> Any:
+    """The driver's description of a launch: kept and only read, for filling one in takes longer than launching."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = driver.CUstream(stream)
+    _set_attributes(config, ([_dependent_attribute()] if dependent else []) + _cluster_attributes(cluster))
+    return config
 
 
 def _set_attributes(config: Any, attributes: list[Any]) -> None:

@@ -56,13 +56,16 @@ def linear(
     rows = x.shape[0]
     every = cached_shards(tuple(shards))
     _check(every, trellis, suh, svh)
-    out = x.new_empty((rows, sum(shard.crop_size for shard in every)))
+    out = x.new_empty((rows, _sizes(every)[3]))
     if rows == 0:
+        return out
+    if len(every) <= MAX_SHARDS:
+        _linear_group(x, trellis, suh, svh, bias, every, out, form, cut, rotated)
         return out
     column = trellis_at = suh_at = svh_at = 0
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
-        width = sum(shard.crop_size for shard in group)
+        words, inputs, outputs, width = _sizes(group)
         _linear_group(
             x,
             trellis[trellis_at:],
@@ -76,18 +79,30 @@ def linear(
             rotated,
         )
         column += width
-        trellis_at += sum(shard.trellis_words for shard in group)
-        suh_at += sum(shard.in_features for shard in group)
-        svh_at += sum(shard.out_features for shard in group)
+        trellis_at += words
+        suh_at += inputs
+        svh_at += outputs
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(shards: tuple[Shard, ...]) -> tuple[int, int, int, int]:
+    """Elements of the flat trellis, ``suh`` and ``svh`` of some shards, and columns of their output."""
+    return (
+        sum(shard.trellis_words for shard in shards),
+        sum(shard.in_features for shard in shards),
+        sum(shard.out_features for shard in shards),
+        sum(shard.crop_size for shard in shards),
+    )
 
 
 def _check(shards: tuple[Shard, ...], trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor) -> None:
     """Refuse tensors that a kernel would read past the end of, or misread."""
+    words, inputs, outputs, _ = _sizes(shards)
     for name, tensor, dtype, numel in (
-        ("trellis", trellis, torch.int16, sum(shard.trellis_words for shard in shards)),
-        ("suh", suh, torch.float16, sum(shard.in_features for shard in shards)),
-        ("svh", svh, torch.float16, sum(shard.out_features for shard in shards)),
+        ("trellis", trellis, torch.int16, words),
+        ("suh", suh, torch.float16, inputs),
+        ("svh", svh, torch.float16, outputs),
     ):
         if tensor.dtype != dtype or tensor.numel() != numel or not tensor.is_contiguous():
             raise ValueError(
