@@ -34,8 +34,8 @@ extern "C" void transform(const PrefillArgs* args, u32 blocks, u32 threads, u32 
 // Layers whose shards have K = 4 and, second, 3.
 extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared) {
     launch(grid, 1, threads, shared, [=] {
-        if (args->tile_rows == 192) prefill<Shape<192, 1, 1>, 216, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
-        else prefill<Shape<256, 1, 1>, 216, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        if (args->tile_rows == 192) prefill<Shape<192, 1, 1>, 80, 208, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        else prefill<Shape<256, 1, 1>, 80, 208, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
     });
 }
 extern "C" void finish(const PrefillArgs* args, u32 tiles, u32 groups) {

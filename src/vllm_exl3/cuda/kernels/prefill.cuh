@@ -183,8 +183,12 @@ __device__ __forceinline__ void dispatch_kind(PrefillKinds<Ks...>, PrefillBlock&
     ((index++ == kind ? consume(Ks{}, S{}, block, segment) : void()), ...);
 }
 
-template <class S, int REGISTERS, class List>
+// COPYING, REGISTERS: registers of a thread of the first warpgroup, and of those that multiply.
+template <class S, int COPYING, int REGISTERS, class List>
 __device__ __forceinline__ void prefill(const PrefillArgs& args) {
+    // Warpgroups get only what the block was started with: asking for more waits forever.
+    constexpr int threads = PRODUCERS + S::PAIRS * PAIR_THREADS, started = 65536 / threads / 8 * 8;
+    static_assert(PRODUCERS * COPYING + S::PAIRS * PAIR_THREADS * REGISTERS <= threads * started, "more registers than the block has");
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
@@ -200,7 +204,7 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     else sync_cluster();
     let_next_start();
     if (warp < PRODUCERS / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PAIRS == 1 ? 80 : 24));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
         if (warp == 0) produce<S>(args, ring, rank);
         else if constexpr (S::PAIRS == 1) end_tiles<S>(args, slots, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES), rank, warp - 1, lane);
     } else {
