@@ -20,6 +20,17 @@ from vllm_exl3.ops.shards import Shard
 
 pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
 
+
+def test_a_log_of_one_byte_is_not_written_over_an_object_that_python_shares() -> None:
+    """``b" "`` is one object in the whole process; the library once turned it into a zero byte."""
+
+    def copy(_: object, buffer: bytearray) -> tuple[int]:
+        buffer[:] = b"\0" * len(buffer)
+        return (0,)
+
+    assert compiler._fetch(lambda _: (0, 1), copy, None) == b"\0"
+
+
 QUICK = ((2, 0), (3, 2), (8, 1), (8, 2), (10, 2), (7, 2), (12, 1), (16, 2))
 """(half_bits, codebook) of the quick test, one an architecture."""
 

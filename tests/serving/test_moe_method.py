@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,24 +152,27 @@ def test_parameters_have_the_documented_names_and_sizes(tmp_path: Path) -> None:
     tensors = stored(layer)
     module = build(open_pack(tmp_path, tensors), layer)
     sizes = {name: (param.dtype, tuple(param.shape)) for name, param in module.named_parameters()}
+    held = Counter(f"{'w2' if '.down_proj.' in name else 'w13'}_{name.rpartition('.')[2]}" for name in tensors)
     assert sizes == {
         "w13_trellis": (torch.int16, tuple(layer.tensors["w13_trellis"].shape)),
         "w13_suh": (torch.float16, (3 * 2 * 256,)),
         "w13_svh": (torch.float16, (3 * 2 * 128,)),
         "w13_bias": (torch.float32, (3 * 2 * 128,)),
-        "w13_mcg": (torch.int32, (0,)),
-        "w13_mul1": (torch.int32, (0,)),
+        "w13_mcg": (torch.int32, (held["w13_mcg"],)),
+        "w13_mul1": (torch.int32, (held["w13_mul1"],)),
         "w2_trellis": (torch.int16, tuple(layer.tensors["w2_trellis"].shape)),
         "w2_suh": (torch.float16, (3 * 128,)),
         "w2_svh": (torch.float16, (3 * 256,)),
         "w2_bias": (torch.float32, (3 * 256,)),
-        "w2_mcg": (torch.int32, (0,)),
-        "w2_mul1": (torch.int32, (0,)),
+        "w2_mcg": (torch.int32, (held["w2_mcg"],)),
+        "w2_mul1": (torch.int32, (held["w2_mul1"],)),
     }
     assert module.w2_weight_packed is module.w2_trellis
     before = {name: param.data_ptr() for name, param in module.named_parameters()}
     load(module, tensors)
     assert {name: param.data_ptr() for name, param in module.named_parameters()} == before
+    for name in ("w13_mcg", "w13_mul1", "w2_mcg", "w2_mul1"):
+        assert held[name] and set(getattr(module, name).tolist()) == {MARKER_VALUES[name.partition("_")[2]]}
 
 
 @pytest.mark.parametrize(("intermediate", "ranks"), [(640, 2), (640, 4), (600, 3), (384, 1)])

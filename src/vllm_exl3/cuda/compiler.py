@@ -185,8 +185,8 @@ def compile_instance(instance: Instance, architecture: str) -> Cubin:
 def _fetch(size_of: object, copy: object, program: object) -> bytes:
     status, size = size_of(program)  # type: ignore[operator]
     _check(status)
-    # cuda-bindings has the library write into this bytes object; it is not shared before it is filled.
-    buffer = b" " * size
+    # The library writes into it. A bytes object would not do: Python shares those of one byte, as an empty log is.
+    buffer = bytearray(size)
     (status,) = copy(program, buffer)  # type: ignore[operator]
     _check(status)
-    return buffer
+    return bytes(buffer)

@@ -105,8 +105,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
                 _register(layer, f"{name}_bias", torch.zeros(sizes.bias, dtype=torch.float32), self.load_bias)
             for codebook in (Codebook.MCG, Codebook.MUL1):
                 if codebook in layout.markers[name]:
-                    # The codebook is known from the headers; an empty parameter gives hand-written loaders its name.
-                    marker = torch.empty(0, dtype=torch.int32)
+                    # The codebook is known from the headers; the parameter gives hand-written loaders its name. It
+                    # holds the markers, since vLLM's prefetching offloader takes no empty parameter.
+                    marker = torch.zeros(len(layout.markers[name][codebook]), dtype=torch.int32)
                     _register(layer, f"{name}_{codebook.label}", marker, self.load_marker)
         # What vLLM reads to learn the device; a plain attribute, or it would count as a parameter.
         object.__setattr__(layer, "w2_weight_packed", layer.w2_trellis)
@@ -193,10 +194,12 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """Check a codebook's marker; there is nothing to keep. False for foreign experts."""
+        """Keep a codebook's marker and check its value. False for foreign experts."""
         linear = self._linear(shard_id, expert_id)
         if linear is not None and linear.marker is not None:
             check_loaded_marker(linear.marker, loaded_weight)
+            places = self.layout.markers["w2" if shard_id == "w2" else "w13"][linear.codebook]
+            param.data[places[linear.marker.name]].copy_(loaded_weight.reshape(()))
         return linear is not None if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:

@@ -94,10 +94,10 @@ class ExpertLayout:
         self.intermediate = min(start + size, intermediate) - start
         self._share = (start, size)
         everywhere = [[linears[group.members[expert][role]] for role in roles] for expert in range(total)]
-        # Other ranks' tensors pass through this rank's loaders too, so these follow from all experts.
-        self.markers = {name: _markers(_named(name, everywhere)) for name in ("w13", "w2")}
-        self._biased = {name: self._has_bias(name, _named(name, everywhere)) for name in ("w13", "w2")}
         self._stored = [everywhere[expert] for expert in self.local]
+        # Other ranks' tensors pass through this rank's loaders too, so these follow from all experts.
+        self.markers = {name: _markers(_named(name, everywhere), _named(name, self._stored)) for name in ("w13", "w2")}
+        self._biased = {name: self._has_bias(name, _named(name, everywhere)) for name in ("w13", "w2")}
         self._check_sizes(intermediate)
         self.slots, self.sizes = self._place()
         projections = [[slot.projection for slot in expert] for expert in self.slots]
@@ -183,8 +183,14 @@ def _named(name: str, experts: list[list[StoredLinear]]) -> list[StoredLinear]:
     return [linear for expert in experts for linear in (expert[:-1] if name == "w13" else expert[-1:])]
 
 
-def _markers(stored: list[StoredLinear]) -> set[Codebook]:
-    return {linear.codebook for linear in stored if linear.marker is not None}
+def _markers(everywhere: list[StoredLinear], here: list[StoredLinear]) -> dict[Codebook, dict[str, int]]:
+    """For each codebook that has markers, the names of those that this rank holds, and their places."""
+    named: dict[Codebook, dict[str, int]] = {linear.codebook: {} for linear in everywhere if linear.marker is not None}
+    for linear in here:
+        if linear.marker is not None:
+            places = named[linear.codebook]
+            places[linear.marker.name] = len(places)
+    return named
 
 
 def _padded(channels: int) -> int:

@@ -1,0 +1,30 @@
+"""Engines of small packs on a GPU that is shared with others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM
+
+from tests.serving.engine import PROMPTS, engine, generate
+
+__all__ = ["DENSE", "MOE", "ROW_CODED", "serving", "tokens"]
+
+PACKS = Path(__file__).parents[1] / "data" / "packs"
+DENSE, MOE = PACKS / "llama_odd-4.0-mul1", PACKS / "qwen3_moe-3.0-mul1"
+ROW_CODED = PACKS / "qwen3-2.25-mul1-emb4"
+
+
+@contextmanager
+def serving(pack: Path, **options: Any) -> Iterator[LLM]:
+    """An engine with a cache of a given size, so that others on the GPU do not disturb vLLM's measuring."""
+    defaults = {"dtype": "float16", "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.05}
+    with engine(pack, **{**defaults, **options}) as llm:
+        yield llm
+
+
+def tokens(pack: Path, **options: Any) -> list[list[int]]:
+    """Greedy continuations of `PROMPTS` by an engine of its own."""
+    with serving(pack, **options) as llm:
+        return generate(llm, PROMPTS)
