@@ -5,6 +5,7 @@ field.
 """
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,15 +101,24 @@ class GpuLimits:
     shared_memory: int
     clusters: tuple[tuple[int, int], ...] = ()
 
+    def __hash__(self) -> int:
+        # plans are looked up by it in every call of an op, and no two kinds of GPU serve one process as a rule
+        return hash(self.architecture)
+
     @property
     def dependent_launch(self) -> bool:
         """Whether kernels may start before the one ahead has finished (sm_90 and later)."""
-        return int("".join(filter(str.isdigit, self.architecture))) >= 90
+        return _capability(self.architecture) >= 90
 
     @property
     def warpgroups(self) -> bool:
         """Whether it has wgmma."""
         return self.architecture == "sm_90a"
+
+
+@functools.cache
+def _capability(architecture: str) -> int:
+    return int("".join(filter(str.isdigit, architecture)))
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:

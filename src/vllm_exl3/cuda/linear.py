@@ -113,7 +113,8 @@ def _check(shards: tuple[Shard, ...], trellis: torch.Tensor, suh: torch.Tensor, 
             raise ValueError(f"{name}: address {tensor.data_ptr():#x} is not a multiple of 16, which bulk copies need")
 
 
-def _codebooks(shards: Iterable[Shard]) -> frozenset[int]:
+@functools.lru_cache(maxsize=4096)
+def _codebooks(shards: tuple[Shard, ...]) -> frozenset[int]:
     return frozenset(shard.codebook for shard in shards)
 
 

@@ -57,6 +57,7 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     return [TRANSFORM, FINISH, *(plan.instance for plan in plans)]
 
 
+@functools.lru_cache(maxsize=4096)
 def window_rows(shards: tuple[Shard, ...], rows: int) -> int:
     """How many of ``rows`` rows one launch takes: as few launches as scratch allows, of even size."""
     most = _WINDOW_BYTES // (2 * sum(shard.in_features for shard in shards)) // _WINDOW_STEP * _WINDOW_STEP

@@ -68,7 +68,17 @@ def unpack_shards(values: Sequence[int]) -> list[Shard]:
     return shards
 
 
+class _Shards(tuple[Shard, ...]):
+    """Shards whose hash is computed once: plans are looked up by them several times in every call of an op."""
+
+    def __hash__(self) -> int:
+        known = self.__dict__.get("hash")
+        if known is None:
+            known = self.__dict__["hash"] = super().__hash__()
+        return int(known)
+
+
 @lru_cache(maxsize=4096)
 def cached_shards(values: tuple[int, ...]) -> tuple[Shard, ...]:
     """`unpack_shards` for an op's call, which comes with the same integers every time."""
-    return tuple(unpack_shards(values))
+    return _Shards(unpack_shards(values))
