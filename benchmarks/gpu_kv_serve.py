@@ -177,7 +177,7 @@ def _text(pack: Path, limit: int) -> tuple[list[int], list[list[int]]]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(pack / "tokenizer.json"))
-    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    pages = sorted(Path(__file__).parents[1].glob("src/vllm_exl3/pack/*.py"))
     filler = tokenizer.encode("\n".join(page.read_text(encoding="utf-8") for page in pages)).ids
     needles = []
     for index, share in enumerate((0.02, 0.25, 0.5, 0.75, 0.97)):

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from tests.attention.cases import Case, build, error, random_case
 from vllm_exl3.attention import native
 from vllm_exl3.attention.launch import Problem
+from vllm_exl3.attention.reference import attention_reference
 
 # The bfloat16 output alone costs 1.6e-3.
 TOLERANCE = 3e-3
@@ -52,6 +53,16 @@ def test_long_batches(seed: int) -> None:
     assert error(problem.output[: expected.shape[0]], expected) <= 1e-3
 
 
+@pytest.mark.parametrize("segments", [1, 16])
+def test_many_equal_weights_do_not_drift(segments: int) -> None:
+    """Tensor cores truncate when they add: 262,144 terms that are not centred would be off by a hundredth."""
+    problem, _ = build(Case((262144,), (1,), 6, 1, 64, 256), "cuda", torch.float32)
+    problem.query.mul_(1e-3)
+    expected = attention_reference(problem.query, problem.cache, problem.table, [262144], [0, 1], problem.scale)
+    attend(problem, 1, segments)
+    assert error(problem.output, expected.cpu()) <= 1e-3
+
+
 def test_other_requests_are_left_alone() -> None:
     case = Case((300, 200, 140), (1, 9, 2), 6, 1, 256, 16)
     problem, expected = build(case, "cuda", torch.bfloat16)
@@ -63,8 +74,6 @@ def test_other_requests_are_left_alone() -> None:
 
 @pytest.mark.parametrize(("query_scale", "octaves"), [(0.0, 0), (1e-20, 20), (300.0, 20)])
 def test_magnitudes(query_scale: float, octaves: int) -> None:
-    from vllm_exl3.attention.reference import attention_reference
-
     case = Case((700,), (2,), 6, 1, 256, 16)
     problem, _ = build(case, "cuda", torch.float32)
     shifts = torch.randint(-octaves, octaves + 1, problem.cache.shape[:3], device="cuda")

@@ -4,11 +4,11 @@ Rows are (query token, head of the group) pairs of one KV head. The products are
 come as nibbles, are the left operand in registers, so that one unpacking serves all rows and a tile of scores holds
 no more columns than there are rows.
 
-Exactness. Nibbles are exact in float16, and the zero-points are applied in float32 to the same rounded operands that
-the tensor core saw. Queries are brought to float16 by a power of two. The scale of a value goes into the exponent of
-its weight before that is rounded, so that weights lie between 0 and 2¹⁴ whatever the scales are: 29 bits of range at
-float16's full precision. Nibbles of V enter centred: tensor cores truncate when they accumulate, and a sum of thousands
-of positive terms would drift.
+Exactness. Nibbles are exact in float16. The zero-points of keys are applied in float32 to the same rounded queries
+that the tensor core saw, those of values to the nibbles, exactly: tensor cores truncate when they accumulate, and a
+sum of thousands of terms that are not centred would drift. Queries are brought to float16 by a power of two. The scale
+of a value goes into the exponent of its weight before that is rounded, so that weights lie between 0 and 2¹⁴ whatever
+the scales are: 29 bits of range at float16's full precision.
 """
 
 import triton
@@ -210,7 +210,6 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
 
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([TILE, ROWS], tl.float32)
-    correction = tl.zeros([TILE, ROWS], tl.float32)
     o0 = tl.zeros([WORDS, ROWS], tl.float32)
     o1 = tl.zeros([WORDS, ROWS], tl.float32)
     o2 = tl.zeros([WORDS, ROWS], tl.float32)
@@ -259,23 +258,21 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
         top = new_top
         total = total * decay[None, :] + p * reciprocal(value_factor, ASM)[:, None]
         weights = p.to(tl.float16)
-        value_zero = (value_scale & 0xF).to(tl.float32) - 8.0
-        correction = correction * decay[None, :] + weights.to(tl.float32) * value_zero[:, None]
-        o0 = _product(centred_nibbles(value_words, 0, ASM), weights, o0 * decay[None, :], ASM)
-        o1 = _product(centred_nibbles(value_words, 1, ASM), weights, o1 * decay[None, :], ASM)
-        o2 = _product(centred_nibbles(value_words, 2, ASM), weights, o2 * decay[None, :], ASM)
-        o3 = _product(centred_nibbles(value_words, 3, ASM), weights, o3 * decay[None, :], ASM)
+        zeros = (value_scale & 0xF).to(tl.float16)
+        o0 = _product(centred_nibbles(value_words, zeros, 0, ASM), weights, o0 * decay[None, :], ASM)
+        o1 = _product(centred_nibbles(value_words, zeros, 1, ASM), weights, o1 * decay[None, :], ASM)
+        o2 = _product(centred_nibbles(value_words, zeros, 2, ASM), weights, o2 * decay[None, :], ASM)
+        o3 = _product(centred_nibbles(value_words, zeros, 3, ASM), weights, o3 * decay[None, :], ASM)
 
     denominator = tl.sum(total, 0)
-    zeros = tl.sum(correction, 0)[None, :]
     if SPLIT:
         index = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
         at = (index.to(tl.int64) * segments + segment) * ROWS + row
         out = partial_ptr + (at * PADDED)[None, :] + word[:, None]
-        tl.store(out, o0 - zeros, mask=ok[None, :])
-        tl.store(out + WORDS, o1 - zeros, mask=ok[None, :])
-        tl.store(out + 2 * WORDS, o2 - zeros, mask=ok[None, :])
-        tl.store(out + 3 * WORDS, o3 - zeros, mask=ok[None, :])
+        tl.store(out, o0, mask=ok[None, :])
+        tl.store(out + WORDS, o1, mask=ok[None, :])
+        tl.store(out + 2 * WORDS, o2, mask=ok[None, :])
+        tl.store(out + 3 * WORDS, o3, mask=ok[None, :])
         tl.store(stats_ptr + at * 2, top, mask=ok)
         tl.store(stats_ptr + at * 2 + 1, denominator, mask=ok)
     else:
@@ -283,8 +280,8 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
             sink = tl.load(sinks_ptr + query_head, mask=ok, other=0.0).to(tl.float32) * LOG2_E
             denominator += tl.exp2(sink - top)
         inverse = 1.0 / denominator
-        even = tl.join((o0 - zeros) * inverse[None, :], (o2 - zeros) * inverse[None, :])
-        odd = tl.join((o1 - zeros) * inverse[None, :], (o3 - zeros) * inverse[None, :])
+        even = tl.join(o0 * inverse[None, :], o2 * inverse[None, :])
+        odd = tl.join(o1 * inverse[None, :], o3 * inverse[None, :])
         x = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2, 3)), (ROWS, PADDED))
         x = unrotate_tile(x, signs_ptr, PADDED, ROWS, BLOCK, LOG_BLOCK)
         column = tl.arange(0, PADDED)

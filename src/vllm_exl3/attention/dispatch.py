@@ -25,7 +25,7 @@ from vllm_exl3.attention import native
 from vllm_exl3.attention.attend import LONG_QUERY
 from vllm_exl3.attention.launch import Config, Problem, attend_segments, attend_whole, partial_elements, rows_of
 from vllm_exl3.attention.prefill import FlashAttention, PrefillPlan, attend_long, plan_prefill
-from vllm_exl3.attention.shape import KernelShape
+from vllm_exl3.attention.shape import KernelShape, measured_decode_shape, measured_prefill_shape
 
 __all__ = ["DECODE_QUERY", "HostBatch", "Int4Attention", "Settings", "sort_requests"]
 
@@ -39,7 +39,6 @@ _INVARIANT_SEGMENTS = 4
 _MOST_SEGMENTS = 128
 _WARPS_A_MULTIPROCESSOR = 8
 """As many as run at once, at 255 registers a thread."""
-_FEW_PROGRAMS = 16
 _FLASH_HEAD_SIZE = 256
 _LONG_QUERY = LONG_QUERY.value
 
@@ -149,7 +148,10 @@ class Int4Attention:
         """How decoding is cut; depends on nothing that changes between replays of a graph."""
         rows, block_q, head_blocks = rows_of(self.group, max_query)
         programs = requests * -(-max_query // block_q) * self.kv_heads * head_blocks
-        shape = self.settings.decode or measured_decode_shape(rows, self.head_size, programs)
+        # Where a request's bits must not depend on its batch, neither may the cut.
+        shape = self.settings.decode or measured_decode_shape(
+            rows, self.head_size, 0 if self.settings.batch_invariant else programs
+        )
         if shape.segments is not None:
             segments = shape.segments
         elif self.settings.batch_invariant:
@@ -272,28 +274,6 @@ class Int4Attention:
             )
             scratch = torch.empty(elements, dtype=torch.float32, device=device)
         attend_segments(problem, max_query, config, scratch)
-
-
-def measured_decode_shape(rows: int, head_size: int, programs: int) -> KernelShape:
-    """The cut of decoding: the fastest on an H200 for heads of 256, and elsewhere what leaves registers unspilled.
-
-    Args:
-        rows: of a program.
-        head_size: D.
-        programs: of a segment.
-    """
-    if head_size > 256:
-        return KernelShape(None, 64, 8, None, 4)
-    if rows > 16:
-        return KernelShape(None, 64, 4, None, 4)
-    if rows == 8 and programs >= _FEW_PROGRAMS:
-        return KernelShape(None, 64, 2, None, 6)
-    return KernelShape(None, 128, 4, None, 4)
-
-
-def measured_prefill_shape(head_size: int) -> KernelShape:
-    """The cut of Triton prefill: the fastest on an H200 for heads of 256, and half of it for larger ones."""
-    return KernelShape(32, 64 if head_size <= 256 else 32, 4, None, 2)
 
 
 def _next_power_of_two(value: int) -> int:

@@ -86,7 +86,7 @@ def _shared_bytes(size: int, rows: int, stages: int, held: bool) -> int:
     """``kv_shared_bytes`` of kernels/kv_decode_problem.cuh."""
     queries = 0 if held else rows * (2 * size + 64)
     known = 4 * (rows * _WARPS + 4 * rows + rows // 8 + _WARPS + 2)
-    return stages * TILE * content_bytes(size) + queries + 2 * rows * (2 * TILE + 32) + known
+    return stages * TILE * content_bytes(size) + queries + 2 * rows * (2 * TILE + 32) + 8 * TILE + known
 
 
 @functools.cache

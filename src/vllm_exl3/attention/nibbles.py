@@ -57,29 +57,34 @@ def raised_nibbles(words, J: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def centred_nibbles(words, J: tl.constexpr, ASM: tl.constexpr):
-    """float16 nibble J minus 8, between -8 and 7: sums of many stay small, hence exact, in float32 accumulators."""
+def centred_nibbles(words, zeros, J: tl.constexpr, ASM: tl.constexpr):
+    """float16 nibble J minus the zero-point of its token, exactly.
+
+    Sums of many centred values stay small. Sums of raised ones, a correction taken off afterwards, would drift over
+    long contexts: tensor cores truncate when they add.
+
+    Args:
+        words: int16 ``[WORDS, TILE]``.
+        zeros: float16 ``[TILE]``.
+        J: the stream.
+        ASM: use NVIDIA instructions.
+    """
     if ASM:
+        raised = raised_nibbles(words, J, ASM)
         if J % 2 == 0:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 a, b; mov.b32 a, 0x3C003C00; mov.b32 b, 0xE408E408; fma.rn.f16x2 $0, $1, a, b; }",
-                "=r,r",
-                [raised_nibbles(words, J, ASM)],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=2,
-            )
+            return raised - (zeros + 1024.0).to(tl.float16)[None, :]
         else:
+            shift = tl.broadcast_to((-64.0 - zeros).to(tl.float16)[None, :], raised.shape)
             return tl.inline_asm_elementwise(
-                "{ .reg .b32 a, b; mov.b32 a, 0x2C002C00; mov.b32 b, 0xD480D480; fma.rn.f16x2 $0, $1, a, b; }",
-                "=r,r",
-                [raised_nibbles(words, J, ASM)],
+                "{ .reg .b32 a; mov.b32 a, 0x2C002C00; fma.rn.f16x2 $0, $1, a, $2; }",
+                "=r,r,r",
+                [raised, shift],
                 dtype=tl.float16,
                 is_pure=True,
                 pack=2,
             )
     else:
-        return (((words >> (4 * J)) & 0xF).to(tl.float32) - 8.0).to(tl.float16)
+        return (((words >> (4 * J)) & 0xF).to(tl.float32) - zeros[None, :].to(tl.float32)).to(tl.float16)
 
 
 @triton.jit

@@ -1,8 +1,16 @@
-"""How the attention kernels over the int4 KV cache are cut, and the text forms of it that users may set."""
+"""How the Triton kernels over the int4 KV cache are cut: what was measured, and the text forms that users may set."""
 
 from dataclasses import dataclass
 
-__all__ = ["KernelShape", "parse_decode_shape", "parse_prefill_shape"]
+__all__ = [
+    "KernelShape",
+    "measured_decode_shape",
+    "measured_prefill_shape",
+    "parse_decode_shape",
+    "parse_prefill_shape",
+]
+
+_FEW_PROGRAMS = 16
 
 
 @dataclass(frozen=True)
@@ -65,3 +73,25 @@ def parse_prefill_shape(text: str) -> KernelShape | None:
         None,
         int(parts[3]),
     )
+
+
+def measured_decode_shape(rows: int, head_size: int, programs: int) -> KernelShape:
+    """The cut of decoding: the fastest on an H200 for heads of 256, and elsewhere what leaves registers unspilled.
+
+    Args:
+        rows: of a program.
+        head_size: D.
+        programs: of a segment.
+    """
+    if head_size > 256:
+        return KernelShape(None, 64, 8, None, 4)
+    if rows > 16:
+        return KernelShape(None, 64, 4, None, 4)
+    if rows == 8 and programs >= _FEW_PROGRAMS:
+        return KernelShape(None, 64, 2, None, 6)
+    return KernelShape(None, 128, 4, None, 4)
+
+
+def measured_prefill_shape(head_size: int) -> KernelShape:
+    """The cut of Triton prefill: the fastest on an H200 for heads of 256, and half of it for larger ones."""
+    return KernelShape(32, 64 if head_size <= 256 else 32, 4, None, 2)

@@ -5,7 +5,8 @@
 // step's only one, each multiplies its share of the values' elements with all 64 weights. Copies run two tiles ahead.
 //
 // Exactness is that of attention/attend.py: nibbles are exact in float16, queries come to its range by a power of two, a
-// value's scale goes into the exponent of its weight, zero-points are applied in float32 to the rounded operands.
+// value's scale goes into the exponent of its weight. Zero-points of keys are applied in float32 to the rounded queries, those
+// of values to the nibbles, exactly.
 #pragma once
 #include "kv_decode_query.cuh"
 #include "launch.cuh"
@@ -26,7 +27,7 @@ struct KvDecode {
     int page_number;              // of the tile that is copied next
 
     float output[S::OWN][4][S::TILES][4];
-    float total[S::TILES][2], correction[S::TILES][2], top[S::TILES][2];  // of rows 2t and 2t + 1
+    float total[S::TILES][2], top[S::TILES][2];  // of rows 2t and 2t + 1
     u32 held[S::HELD ? S::WORDS : 1][S::HELD ? S::TILES : 1][4];
 
     __device__ __forceinline__ KvDecode(const KvDecodeArgs& args, const KvWork& work, KvRows<S::ROWS>& rows, u8* shared)
@@ -82,7 +83,7 @@ struct KvDecode {
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) total[n][i] = correction[n][i] = 0.0f, top[n][i] = KV_LOWEST;
+            for (int i = 0; i < 2; ++i) total[n][i] = 0.0f, top[n][i] = KV_LOWEST;
 #pragma unroll
             for (int own = 0; own < S::OWN; ++own)
 #pragma unroll
@@ -133,12 +134,16 @@ struct KvDecode {
         // Uniform: does any row not see the whole tile?
         const bool masked = tile * KV_TILE + KV_TILE - 1 > first ||
             (args.window && tile * KV_TILE <= first + int(args.block_query) - 1 - int(args.window));
-        float log_scale[2], inverse[2], zero[2], key_factor[2], key_zero[2];
+        const u32 shifts = base + S::SHIFTS_AT + (step & 1) * 2 * S::SHIFT_BYTES + (warp * KV_GROUP + g) * 2;
+        float log_scale[2], inverse[2], key_factor[2], key_zero[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 key = load_word(slots + 8 * i * S::SLOT + S::KEY_SCALE), value = load_word(slots + 8 * i * S::SLOT + S::VALUE_SCALE);
             key_zero[i] = float(key & 15), key_factor[i] = __uint_as_float(key & ~15u) * args.scale;
-            zero[i] = float(value & 15) - 8.0f;
+            if (t == 0) {
+                store_half(shifts + 16 * i, zero_shift<0>(value & 15));
+                store_half(shifts + 16 * i + S::SHIFT_BYTES, zero_shift<1>(value & 15));
+            }
             // A slot past the end may hold any bits: its scale must not make 0·NaN of its zero weight.
             const float factor = masked && token + 8 * i >= work.length ? 1.0f : __uint_as_float(value & ~15u);
             log_scale[i] = binary_logarithm(factor), inverse[i] = reciprocal(factor);
@@ -168,10 +173,8 @@ struct KvDecode {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float p = power_of_two(scores[n][i] - top[n][i % 2]);
-                const u16 weight = float_to_half(p);
                 total[n][i % 2] = fmaf(p, inverse[i / 2], total[n][i % 2]);
-                correction[n][i % 2] = fmaf(half_to_float(weight), zero[i / 2], correction[n][i % 2]);
-                store_half(weights + (8 * n + 2 * t + i % 2) * S::WEIGHT_PITCH + i / 2 * 16, weight);
+                store_half(weights + (8 * n + 2 * t + i % 2) * S::WEIGHT_PITCH + i / 2 * 16, float_to_half(p));
             }
     }
 
@@ -211,7 +214,7 @@ struct KvDecode {
     }
     __device__ __forceinline__ void move_top(int n, int i, float to) {
         const float decay = power_of_two(top[n][i] - to);
-        total[n][i] *= decay, correction[n][i] *= decay, top[n][i] = to;
+        total[n][i] *= decay, top[n][i] = to;
         if (g == 0) rows.tops[8 * n + 2 * t + i][warp] = to;
     }
 
@@ -270,6 +273,9 @@ struct KvDecode {
                     p[n][0] = multiply_halves(p[n][0], factor), p[n][1] = multiply_halves(p[n][1], factor);
                 }
             }
+            const u32 shifts = base + S::SHIFTS_AT + (step & 1) * 2 * S::SHIFT_BYTES + k * 2 * KV_GROUP + 8 * t;
+            u32 even[2], odd[2];
+            load_words(even[0], even[1], shifts), load_words(odd[0], odd[1], shifts + S::SHIFT_BYTES);
             const u32 slots = stage + (k * KV_GROUP + 4 * t) * S::SLOT + S::VALUES + 4 * g;
 #pragma unroll
             for (int own = 0; own < S::OWN; ++own) {
@@ -279,13 +285,15 @@ struct KvDecode {
                 // Pairs of tokens, of the elements 8g..8g+3 and 8g+4..8g+7.
                 const u32 pairs[4] = {__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[0], words[1], 0x7632),
                                       __byte_perm(words[2], words[3], 0x5410), __byte_perm(words[2], words[3], 0x7632)};
-                add_stream<0>(own, pairs, p), add_stream<1>(own, pairs, p), add_stream<2>(own, pairs, p), add_stream<3>(own, pairs, p);
+                add_stream<0>(own, pairs, even, p), add_stream<1>(own, pairs, odd, p);
+                add_stream<2>(own, pairs, even, p), add_stream<3>(own, pairs, odd, p);
             }
         }
     }
     template <int J>
-    __device__ __forceinline__ void add_stream(int own, const u32 (&pairs)[4], const u32 (&p)[S::TILES][2]) {
-        const u32 a[4] = {centred_nibbles<J>(pairs[0]), centred_nibbles<J>(pairs[1]), centred_nibbles<J>(pairs[2]), centred_nibbles<J>(pairs[3])};
+    __device__ __forceinline__ void add_stream(int own, const u32 (&pairs)[4], const u32 (&shifts)[2], const u32 (&p)[S::TILES][2]) {
+        const u32 a[4] = {centred_nibbles<J>(pairs[0], shifts[0]), centred_nibbles<J>(pairs[1], shifts[0]),
+                          centred_nibbles<J>(pairs[2], shifts[1]), centred_nibbles<J>(pairs[3], shifts[1])};
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n) mma_half(output[own][J][n], a, p[n][0], p[n][1]);
     }
@@ -293,21 +301,17 @@ struct KvDecode {
 
     // Sums of all tokens of the segment, to where merge_kernel looks for them. The ring is free.
     __device__ __forceinline__ void finish() {
-        float* sums = reinterpret_cast<float*>(shared);  // [KV_WARPS][ROWS][2], then what warps that share a slice hold
-        float* shares = sums + KV_WARPS * S::ROWS * 2;
+        float* sums = reinterpret_cast<float*>(shared);  // [KV_WARPS][ROWS], then what warps that share a slice hold
+        float* shares = sums + KV_WARPS * S::ROWS;
         __syncthreads();
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float sum = total[n][i], zeros = correction[n][i];
+                float sum = total[n][i];
 #pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2) {
-                    sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-                    zeros += __shfl_xor_sync(0xffffffffu, zeros, mask);
-                }
-                float* at = sums + (warp * S::ROWS + 8 * n + 2 * t + i) * 2;
-                if (g == 0) at[0] = sum, at[1] = zeros;
+                for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+                if (g == 0) sums[warp * S::ROWS + 8 * n + 2 * t + i] = sum;
             }
         constexpr int held_here = S::TILES * 16;
         if constexpr (S::SHARE > 1) {
@@ -329,18 +333,15 @@ struct KvDecode {
     __device__ __forceinline__ void store_row(int row, int n, int i, const float* sums) const {
         int token, query_head;
         if (!work.row(args, row, S::ROWS, token, query_head)) return;
-        float sum = 0.0f, zeros = 0.0f;
-        for (int other = 0; other < KV_WARPS; ++other) {
-            sum += sums[(other * S::ROWS + row) * 2];
-            zeros += sums[(other * S::ROWS + row) * 2 + 1];
-        }
+        float sum = 0.0f;
+        for (int other = 0; other < KV_WARPS; ++other) sum += sums[other * S::ROWS + row];
         const i64 at = (i64(work.program) * args.segments + work.segment) * S::ROWS + row;
 #pragma unroll
         for (int own = 0; own < S::OWN; ++own)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float* to = args.partial + at * S::SIZE + j * (S::SIZE / 4) + 16 * slice(own) + 2 * g;
-                to[0] = output[own][j][n][i] - zeros, to[1] = output[own][j][n][i + 2] - zeros;
+                to[0] = output[own][j][n][i], to[1] = output[own][j][n][i + 2];
             }
         if (warp == 0 && g == 0) args.stats[2 * at] = top[n][i], args.stats[2 * at + 1] = sum;
     }

@@ -41,7 +41,9 @@ struct KvShape {
     // Where queries go to registers, they pass through the last stage, which is filled later.
     static constexpr int QUERY_AT = HELD ? (STAGES - 1) * STAGE_BYTES : STAGES * STAGE_BYTES;
     static constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES + (HELD ? 0 : QUERY_BYTES);
-    static constexpr int ROWS_AT = WEIGHTS_AT + WEIGHT_BYTES;
+    static constexpr int SHIFTS_AT = WEIGHTS_AT + WEIGHT_BYTES;  // of the zero-points, for even and odd nibbles
+    static constexpr int SHIFT_BYTES = 2 * KV_TILE;
+    static constexpr int ROWS_AT = SHIFTS_AT + 4 * SHIFT_BYTES;
 };
 
 // What is known of a block's rows, in shared memory.

@@ -11,16 +11,20 @@ __device__ __forceinline__ u32 raised_nibbles(u32 word) {
     return value;
 }
 
-// Nibble J of each half minus 8, exactly: sums of many stay small, where tensor cores that truncate would drift.
+// Nibble J of each half minus that token's zero-point, exactly. Sums of values that are centred stay small: sums of raised ones,
+// a correction taken off afterwards, would drift over long contexts, since tensor cores truncate when they add.
+// `shift` is what `zero_shift<J & 1>` gives for the two tokens.
 template <int J>
-__device__ __forceinline__ u32 centred_nibbles(u32 word) {
+__device__ __forceinline__ u32 centred_nibbles(u32 word, u32 shift) {
     u32 value;
     if constexpr (J & 1)
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(value) : "r"(raised_nibbles<J>(word)), "r"(0x2c002c00u), "r"(0xd480d480u));
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(value) : "r"(raised_nibbles<J>(word)), "r"(0x2c002c00u), "r"(shift));
     else
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(raised_nibbles<J>(word)), "r"(0xe408e408u));
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(raised_nibbles<J>(word)), "r"(shift));
     return value;
 }
+template <int ODD>
+__device__ __forceinline__ u16 zero_shift(u32 zero_point) { return float_to_half(-(ODD ? 64.0f : 1024.0f) - float(zero_point)); }
 
 __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     u32 value;
