@@ -7,10 +7,14 @@ import sys
 REGISTER = """
 import os
 import vllm_exl3
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm_exl3 import env
 vllm_exl3.register()
-current_platform.validate_environ(True)
+unknown = {name for name in os.environ if name.startswith("VLLM_")} - envs.environment_variables.keys()
+assert not unknown, unknown
+if hasattr(type(current_platform), "validate_environ"):  # since vLLM 0.31
+    current_platform.validate_environ(True)
 assert env.METRICS_FOLDER.get()
 """
 
