@@ -1,4 +1,4 @@
-"""Writes the measured parts of README.md and docs/kernels-gpu.md from benchmarks/results.
+"""Writes the measured parts of README.md, docs/kernels-gpu.md and docs/kv-cache.md from benchmarks/results.
 
 ``--check`` only says whether they are current.
 """
@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from kv_tables import kv_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
@@ -214,7 +216,11 @@ def readme_part() -> str:
     return "\n".join((gpu_table(), prefill_line(), moe_line(), serve_line(), cpu_line(), demo_line()))
 
 
-PAGES: dict[str, Callable[[], str]] = {"README.md": readme_part, "docs/kernels-gpu.md": linear_tables}
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": readme_part,
+    "docs/kernels-gpu.md": linear_tables,
+    "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
+}
 
 
 def page(name: str) -> str:

@@ -308,8 +308,9 @@ INT4_DECODE = Variable(
     "VLLM_EXL3_INT4_DECODE",
     "auto",
     parse_decode_shape,
-    "How decoding over the int4 KV cache is cut: tile,warps,segments (such as 64,4,auto; segments a power of two from "
-    "16 to 128, or auto); auto takes what was measured for the shape.",
+    "Lets the Triton kernel decode over the int4 KV cache, cut so: tile,warps,segments (such as 64,4,auto; segments a "
+    "power of two from 16 to 128, or auto). auto takes the CUDA kernels where they serve the shape, and elsewhere the "
+    "Triton kernel as it was measured to be fastest.",
     aliases=("VLLM_QUANTPACK_INT4_DECODE",),
 )
 

@@ -13,6 +13,9 @@ def precompile(
         list[str] | None, typer.Option(help="GPU architecture such as sm_90a; repeatable. Default: the GPUs here.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the pack.")] = None,
+    int4_kv: Annotated[
+        bool, typer.Option("--int4-kv", help="Also the kernels that decode over int4 KV caches.")
+    ] = False,
 ) -> None:
     """Compile the GPU kernels into the cache, so that no start of the server has to.
 
@@ -21,6 +24,7 @@ def precompile(
     """
     import time
 
+    from vllm_exl3.attention import native_cut
     from vllm_exl3.cuda.cache import CubinCache
     from vllm_exl3.cuda.compiler import compiler_unavailable
     from vllm_exl3.cuda.embedding import every_instance, pack_instances
@@ -45,6 +49,7 @@ def precompile(
     for limits in gpus:
         started = time.perf_counter()
         wanted = [*instances_for(kinds, limits), *expert_instances(codes, limits), *rows]
+        wanted += native_cut.every_instance(limits.shared_memory) if int4_kv else []
         build(wanted, limits.architecture, cache)
         seconds = time.perf_counter() - started
         typer.echo(f"{limits.architecture}: {len(wanted)} kernels ready in {cache.folder} after {seconds:.1f} s")
