@@ -6,7 +6,7 @@
     python benchmarks/gpu_serve.py batch PACK ...           prompts alone and in a batch, under VLLM_BATCH_INVARIANT=1
     python benchmarks/gpu_serve.py memory {PACK,random}     what stays allocated, and load time beside reading alone
     python benchmarks/gpu_serve.py speed exl3 bf16 [--batches 1 8 32]
-    (each with --out FILE: rows are written as they are measured; several packs are served at the same time)
+    (each with --out FILE: rows are written as they are measured)
 
 ``speed`` serves an 8B-shaped model (32 layers, 4096/14336, 8 KV heads): random trellises of 4 bits with a head of 6,
 or random bf16 weights. Tokens per second are those of decoding alone, from the difference between two output lengths;
@@ -14,13 +14,15 @@ time to first token is of prompts of 128, 1024 and 8192 tokens. Two kinds start 
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +31,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from gpu_serve_memory import memory
-from gpu_serve_speed import KINDS, ROW, SHAPE, Row, leave_out_top_k, speed, take_turns
+from gpu_serve_memory import measure_memory
+from gpu_serve_speed import KINDS, ROW, SHAPE, Row, generate, leave_out_top_k, speed, take_turns
 
-from tests.serving.engine import PROMPTS, generate, logits_of
 from vllm_exl3.ops import backends
 from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results
 
-SMALL: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28}
-"""Options of engines that answer a few short prompts."""
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
+"""Of engines that answer a little."""
 
 
 def load(folder: Path | str, **options: Any) -> Any:
@@ -58,32 +59,34 @@ def load(folder: Path | str, **options: Any) -> Any:
     return LLM(str(folder), **{**defaults, **options})
 
 
-def side_by_side(jobs: list[list[str]], **environment: str) -> Iterator[Row]:
-    """Run this script once for each list of arguments, all at the same time, and pass on their rows."""
-    environment = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", **environment}
-    command = [sys.executable, __file__]
-    running = [
-        subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True, env=environment)
-        for arguments in jobs
-    ]
-    failed = []
-    for arguments, job in zip(jobs, running, strict=True):
-        lines = [line for line in job.communicate()[0].splitlines() if line.startswith(ROW)]
-        yield from (json.loads(line.removeprefix(ROW)) for line in lines)
-        if not lines:
-            failed.append(" ".join(arguments))
-    if failed:
-        raise SystemExit(f"no result of {'; '.join(failed)}: the logs of these processes are above")
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Any]:
+    """A small engine, gone again afterwards, so that the next one of this process finds the GPU free."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    # Gemma 2 refuses float16.
+    dtype = "bfloat16" if "gemma2" in folder.name else "float16"
+    small = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28, "dtype": dtype}
+    llm = load(folder, **{**small, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
 
-def golden_of(folder: Path) -> Row:
+def golden(folder: Path) -> Row:
     """Compare a whole forward pass with exllamav3's own."""
+    from tests.serving.engine import logits_of
+
     reference = np.load(folder / "golden.npz")
     theirs = torch.from_numpy(reference["logits"].astype(np.float64))
-    dtype = _dtype(folder)
     backends.reset_calls()
-    llm = load(folder, **SMALL, dtype=dtype, enforce_eager=True)
-    ours = logits_of(llm, [int(token) for token in reference["ids"]])[:, : theirs.shape[1]].double().cpu()
+    with serving(folder, enforce_eager=True) as llm:
+        dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        ours = logits_of(llm, [int(token) for token in reference["ids"]])[:, : theirs.shape[1]].double().cpu()
     p, q = torch.log_softmax(theirs, -1), torch.log_softmax(ours, -1)
     return {
         "kernel": "+".join(sorted({backend for _, backend, _ in backends.calls()})),
@@ -95,28 +98,19 @@ def golden_of(folder: Path) -> Row:
     }
 
 
-def tokens_of(folder: Path, mode: str) -> Row:
-    """Greedy tokens with one kind of CUDA graphs."""
-    llm = load(folder, **SMALL, dtype=_dtype(folder), compilation_config={"cudagraph_mode": mode})
-    return {"pack": folder.name, "mode": mode, "tokens": generate(llm, PROMPTS, 32)}
-
-
-def graphs(folders: list[Path]) -> Iterator[Row]:
+def graphs(folder: Path) -> Row:
     """Compare greedy tokens with and without CUDA graphs, at one compilation mode."""
-    modes = ("NONE", "FULL_AND_PIECEWISE")
-    jobs = [["graphs", str(folder), "--mode", mode] for folder in folders for mode in modes]
-    found: dict[str, list[Row]] = {}
-    for row in side_by_side(jobs):
-        found.setdefault(row["pack"], []).append(row["tokens"])
-    for pack, tokens in found.items():
-        yield {"kernel": "native", "subject": "graphs", "pack": pack, "equal": tokens[0] == tokens[1]}
+    tokens = []
+    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+        with serving(folder, compilation_config={"cudagraph_mode": mode}) as llm:
+            tokens.append(generate(llm, PROMPTS, 32))
+    return {"kernel": "native", "subject": "graphs", "pack": folder.name, "equal": tokens[0] == tokens[1]}
 
 
-def batch_of(folder: Path) -> Row:
-    """Tokens and their log-probabilities of some prompts, each alone and all in one batch."""
+def batch(folder: Path) -> Row:
+    """Compare tokens and their log-probabilities of some prompts, each alone and all in one batch."""
     from vllm import SamplingParams
 
-    llm = load(folder, **{**SMALL, "max_num_seqs": 64}, dtype=_dtype(folder), enforce_eager=True)
     rng = np.random.default_rng(0)
     prompts = [
         {"prompt_token_ids": [int(token) for token in rng.integers(1, 250, length)]}
@@ -124,39 +118,37 @@ def batch_of(folder: Path) -> Row:
     ]
     options = SamplingParams(max_tokens=24, temperature=0, detokenize=False, ignore_eos=True, logprobs=0)
 
-    def answers(wanted: list[dict[str, Any]]) -> list[Any]:
+    def answers(wanted: list[dict[str, Any]]) -> list[list[tuple[int, float]]]:
         outputs = [output.outputs[0] for output in llm.generate(wanted, options, use_tqdm=False)]
         return [
-            [(token, step[token].logprob) for token, step in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
+            [(token, step[token].logprob) for token, step in zip(each.token_ids, each.logprobs, strict=True)]
+            for each in outputs
         ]
 
-    together = answers(prompts)
-    alone = [answers([prompt])[0] for prompt in prompts[:8]]
+    with serving(folder, max_num_seqs=64, enforce_eager=True) as llm:
+        together = answers(prompts)
+        alone = [answers([prompt])[0] for prompt in prompts[:8]]
+    tokens = [[[token for token, _ in answer] for answer in answers] for answers in (together[:8], alone)]
     return {
         "kernel": "native",
         "subject": "batch_invariance",
         "pack": folder.name,
         "prompts": len(prompts),
         "equal": together[:8] == alone,
-        "tokens_equal": [[t for t, _ in a] for a in alone] == [[t for t, _ in a] for a in together[:8]],
+        "tokens_equal": tokens[0] == tokens[1],
     }
 
 
-def memory_of(folder: Path) -> Row:
+def memory(folder: Path) -> Row:
     """One pack, or the random 8B-shaped one."""
+
+    def engine(pack: Path) -> Any:
+        return load(pack, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=1 << 30)
+
     with tempfile.TemporaryDirectory() as temporary:
         if str(folder) == "random":
             folder = write_random_pack(Path(temporary) / "random-8b-4.0", **SHAPE, bits=4, head_bits=6)
-
-        def engine(pack: Path) -> Any:
-            return load(pack, dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=1 << 30)
-
-        return memory(engine, folder, lambda llm: [generate(llm, PROMPTS[:n], 8) for n in (1, 3)])[1]
-
-
-def _dtype(folder: Path) -> str:
-    """Gemma 2 refuses float16."""
-    return "bfloat16" if "gemma2" in folder.name else "float16"
+        return measure_memory(engine, folder, lambda llm: [generate(llm, PROMPTS[:n], 8) for n in (1, 3)])[1]
 
 
 def _write(out: Path, row: Row) -> None:
@@ -171,41 +163,45 @@ def _write(out: Path, row: Row) -> None:
     )
 
 
-OF_ONE = {"golden": golden_of, "batch": batch_of, "memory": memory_of}
+SUBJECTS: dict[str, Callable[[Path], Row]] = {"golden": golden, "graphs": graphs, "batch": batch, "memory": memory}
 
 
-def rows_of(arguments: argparse.Namespace) -> Iterator[Row]:
+def one_by_one(subject: str, folders: list[Path]) -> Iterator[Row]:
+    """A row a pack; what fails is told at the end."""
+    failed = []
+    for folder in folders:
+        try:
+            yield SUBJECTS[subject](folder)
+        except Exception:
+            traceback.print_exc()
+            failed.append(folder.name)
+    if failed:
+        raise SystemExit(f"no result of {', '.join(failed)}: see above")
+
+
+def rows_of(subject: str, values: list[str], batches: list[int], wait: bool) -> Iterator[Row]:
     """What the command line asks for."""
-    subject, values = arguments.subject, arguments.values
-    if subject == "speed":
-        if unknown := set(values) - set(KINDS):
-            sys.exit(f"speed of {', '.join(sorted(unknown))}: expected {' and '.join(KINDS)}")
-        if len(values) > 1:
-            return take_turns(values, arguments.batches)
-        return speed(load, values[0], arguments.batches, wait=arguments.wait)
-    folders = [Path(value) for value in values]
-    if subject == "graphs":
-        return iter([tokens_of(folders[0], arguments.mode)]) if arguments.mode else graphs(folders)
-    if subject == "batch" and os.environ.get("VLLM_BATCH_INVARIANT") != "1":
-        return side_by_side([[subject, value] for value in values], VLLM_BATCH_INVARIANT="1")
-    if len(values) > 1:
-        return side_by_side([[subject, value] for value in values])
-    return iter([OF_ONE[subject](folders[0])])
+    if subject != "speed":
+        if subject == "batch":
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # before vLLM is imported, which reads it then
+        return one_by_one(subject, [Path(value) for value in values])
+    if unknown := set(values) - set(KINDS):
+        sys.exit(f"speed of {', '.join(sorted(unknown))}: expected {' and '.join(KINDS)}")
+    return take_turns(values, batches) if len(values) > 1 else speed(load, values[0], batches, wait=wait)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subject", choices=(*OF_ONE, "graphs", "speed"))
+    parser.add_argument("subject", choices=(*SUBJECTS, "speed"))
     parser.add_argument("values", nargs="+", help="pack folders; random for memory; exl3 or bf16 for speed")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--wait", action="store_true", help="of speed: say READY, and begin when a line comes in")
-    parser.add_argument("--mode", help="of graphs: this mode's tokens alone")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
         sys.exit("vLLM is not installed")
-    for row in rows_of(arguments):
+    for row in rows_of(arguments.subject, arguments.values, arguments.batches, arguments.wait):
         print(ROW + json.dumps(row), flush=True)
         if arguments.out:
             _write(arguments.out, row)

@@ -12,13 +12,13 @@ import torch
 from vllm_exl3.cuda import runtime
 from vllm_exl3.pack import Pack
 
-__all__ = ["memory"]
+__all__ = ["measure_memory"]
 
 _STAGES = ("load_model", "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
 """Of vLLM's worker, in the order in which an engine starts."""
 
 
-def memory(load: Callable[..., Any], folder: Path, use: Callable[[Any], object]) -> tuple[Any, dict[str, Any]]:
+def measure_memory(load: Callable[..., Any], folder: Path, use: Callable[[Any], object]) -> tuple[Any, dict[str, Any]]:
     """Serve a pack, and note what stays allocated after each stage of the start and after requests.
 
     Args:

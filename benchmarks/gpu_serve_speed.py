@@ -11,16 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.serving.engine import generate, model_of
 from vllm_exl3.tools.random_pack import write_random_pack
 
-__all__ = ["KINDS", "PROMPTS", "ROW", "SHAPE", "Row", "leave_out_top_k", "speed", "take_turns"]
+__all__ = ["KINDS", "LENGTHS", "ROW", "SHAPE", "Row", "leave_out_top_k", "speed", "take_turns"]
 
 Row = dict[str, Any]
 
@@ -30,7 +30,7 @@ READY = "READY"
 """What an engine's process says when it could begin."""
 
 KINDS = {"exl3": "native", "bf16": "cublas_bf16"}
-PROMPTS = (128, 1024, 8192)
+LENGTHS = (128, 1024, 8192)
 """Lengths whose time to first token is measured."""
 SHAPE = {
     "hidden": 4096,
@@ -81,27 +81,31 @@ def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[
         wait: say `READY` when the engine is, and begin when a line comes in.
     """
     with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / kind
+        with ProcessPoolExecutor(1) as pool:  # writing 5 GB takes as long as importing vLLM
+            pack = {**SHAPE, "bits": 4, "head_bits": 6}
+            written = pool.submit(write_random_pack, folder, **pack) if kind == "exl3" else None
+            from tests.serving.engine import model_of
+
+            _bf16_config(folder) if written is None else written.result()
         options: dict[str, Any] = {
             "dtype": "bfloat16",
-            "max_model_len": max(PROMPTS) + 256,
-            "max_num_batched_tokens": max(PROMPTS),
-            "hf_overrides": {"max_position_embeddings": 2 * max(PROMPTS)},
+            "max_model_len": max(LENGTHS) + 256,
+            "max_num_batched_tokens": max(LENGTHS),
+            "hf_overrides": {"max_position_embeddings": 2 * max(LENGTHS)},
             "kv_cache_memory_bytes": 4 << 30,
             "gpu_memory_utilization": 0.3,
-            # of the sizes measured only: capturing is what the start would otherwise spend its time on
-            "compilation_config": {"cudagraph_capture_sizes": sorted(batches)},
+            # of the sizes measured only: capturing takes its time; vLLM's own list ends between 64 and 512
+            "compilation_config": {"cudagraph_capture_sizes": sorted({*batches, PROMPT})},
         }
-        if kind == "exl3":
-            llm = load(write_random_pack(Path(temporary) / "pack", **SHAPE, bits=4, head_bits=6), **options)
-        else:
-            llm = load(_bf16_config(Path(temporary) / "bf16"), load_format="dummy", **options)
+        llm = load(folder, load_format="auto" if kind == "exl3" else "dummy", **options)
         weights = sum(parameter.nbytes for parameter in model_of(llm).parameters())
         if wait:
             print(READY, flush=True)
             sys.stdin.readline()
         for batch in batches:
             yield _decode(llm, kind, batch) | {"weight_bytes": weights}
-        for length in PROMPTS:
+        for length in LENGTHS:
             yield _first_token(llm, kind, length)
 
 
@@ -113,6 +117,13 @@ def leave_out_top_k() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Greedy continuations."""
+    from tests.serving import engine  # imports vLLM, which the process that starts the others does without
+
+    return engine.generate(llm, prompts, tokens)
 
 
 def _random_prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -181,8 +192,8 @@ def _first_token(llm: Any, kind: str, length: int) -> Row:
     return {"kernel": KINDS[kind], "subject": "first_token", "m": length, "us": us, "least_us": min(elapsed) * 1e6}
 
 
-def _bf16_config(folder: Path) -> Path:
-    """A folder that describes the bf16 model of the same shape; its weights are vLLM's dummies."""
+def _bf16_config(folder: Path) -> None:
+    """Write a folder that describes the bf16 model of the same shape; its weights are vLLM's dummies."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -202,4 +213,3 @@ def _bf16_config(folder: Path) -> Path:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
