@@ -8,7 +8,7 @@ import torch
 from tests.attention.cases import DEVICE, DTYPE, UNPACKED_TOLERANCE, Case, build, error
 from tests.attention.test_prefill import flash_attention
 from vllm_exl3 import env
-from vllm_exl3.attention import dispatch
+from vllm_exl3.attention import dispatch, native
 from vllm_exl3.attention.dispatch import HostBatch, Int4Attention, Settings, sort_requests
 from vllm_exl3.attention.shape import KernelShape, parse_decode_shape, parse_prefill_shape
 
@@ -77,6 +77,20 @@ def test_decoding_is_cut_by_what_a_graph_keeps(monkeypatch: pytest.MonkeyPatch) 
     assert {asked.decode_config(requests, 2, device) for requests in (1, 512)} == {
         dispatch.Config(64, 4, 32, asked.decode_config(1, 2, device).stages)
     }
+
+
+def test_what_keeps_the_cuda_kernels_from_decoding_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, device = Int4Attention(6, 2, 64, 0.125, 0, 0.0, Settings(None, None, True, False)), torch.device("cpu")
+    assert layer.triton_decodes(device) == "cpu is no NVIDIA GPU"
+    assert LAYER.triton_decodes(device) == "as the settings ask"
+    assert dataclasses.replace(layer, head_size=96).triton_decodes(device) == "heads of 96"
+    monkeypatch.setattr(native, "unavailable", lambda device: None)
+    assert layer.triton_decodes(device) is None
+    query, odd = torch.zeros(4, 6, 64), torch.zeros(1 + 4 * 6 * 64, dtype=torch.float16)[1:].view(4, 6, 64)
+    assert native.unserved(16, query, query, None) is None and native.unserved(528, query, query, None) is None
+    assert native.unserved(24, query, query, None) == "pages of 24 tokens"
+    assert native.unserved(16, query.double(), query, None) == "queries of torch.float64"
+    assert native.unserved(16, odd, query, None) == "queries at odd places"
 
 
 def test_flash_attention_is_for_whole_contexts_and_heads_to_256() -> None:

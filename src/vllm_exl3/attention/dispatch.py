@@ -187,16 +187,20 @@ class Int4Attention:
 
     def prepare(self, device: torch.device) -> None:
         """Compile what may decode this layer, so that no request waits for a compiler."""
-        if self._may_be_native(device):
+        if self.triton_decodes(device) is None:
             native.prepare(device, self.head_size, self.group)
 
-    def _may_be_native(self, device: torch.device) -> bool:
-        allowed = self.settings.native and self.settings.decode is None and self.head_size in native.SIZES
-        return allowed and native.unavailable(device) is None
+    def triton_decodes(self, device: torch.device) -> str | None:
+        """Why the Triton kernel decodes this layer rather than the CUDA kernels, in words, or None."""
+        if self.settings.decode is not None or not self.settings.native:
+            return "as the settings ask"
+        if self.head_size not in native.SIZES:
+            return f"heads of {self.head_size}"
+        return native.unavailable(device)
 
     def _scratch_elements(self, requests: int, device: torch.device) -> int:
         elements = 0
-        if self._may_be_native(device):
+        if self.triton_decodes(device) is None:
             cut = native.cut_on(device, self.group, DECODE_QUERY, self.head_size)
             elements = cut.scratch_elements(requests, self.kv_heads, self._native_segments(cut, requests, device))
         config = self.decode_config(requests, DECODE_QUERY, device)
@@ -260,7 +264,7 @@ class Int4Attention:
 
     def _attend_segments(self, problem: Problem, max_query: int) -> None:
         device, page = problem.query.device, problem.cache.shape[2]
-        if self._may_be_native(device) and not native.unserved(page, problem.query, problem.output, problem.sinks):
+        if not (self.triton_decodes(device) or native.unserved(page, problem.query, problem.output, problem.sinks)):
             cut = native.cut_on(device, self.group, max_query, self.head_size)
             segments = self._native_segments(cut, problem.requests, device)
             elements = cut.scratch_elements(problem.requests, self.kv_heads, segments)

@@ -132,6 +132,8 @@ class Int4AttentionImpl(TritonAttentionImpl):
             )
         if attn_metadata is None:
             device_signs(rotation_block(self.head_size), query.device)
+            if (reason := int4.triton_decodes(query.device)) is not None:
+                _note_once(f"the Triton kernel decodes over the int4 KV cache, not the CUDA kernels: {reason}")
             int4.prepare(query.device)
             int4.reserve(self._max_requests, output)
             return output.fill_(0)

@@ -314,6 +314,7 @@ struct KvDecode {
                 if (g == 0) sums[warp * S::ROWS + 8 * n + 2 * t + i] = sum;
             }
         constexpr int held_here = S::TILES * 16;
+        static_assert(4 * (KV_WARPS * S::ROWS + (S::SHARE > 1 ? KV_WARPS - S::SLICES : 0) * held_here * 32) <= S::ROWS_AT);
         if constexpr (S::SHARE > 1) {
             if (warp >= S::SLICES)
 #pragma unroll
