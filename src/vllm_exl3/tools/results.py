@@ -37,14 +37,17 @@ def write_results(
         rows: the new rows.
         machine: ``cpu``, ``h200`` or ``h200-x2``, the folder's name under ``benchmarks/results``.
         command: what a reader types to measure it again.
-        replaces: which rows of an existing file the new ones stand for; the others are kept.
+        replaces: which rows of an existing file the new ones stand for; the others are kept, and name the commit that
+            they were measured at where it is another one.
         facts: what else the numbers depend on, for ``meta``.
     """
-    kept = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    content = {
-        "meta": {**measured_on(machine, command), **(facts or {})},
-        "rows": [*(row for row in kept if not replaces(row)), *rows],
-    }
+    meta = {**measured_on(machine, command), **(facts or {})}
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"meta": {}, "rows": []}
+    commit = earlier["meta"].get("commit")
+    # ``meta`` will name the present commit: rows of another one say so themselves.
+    note = {"commit": commit} if commit not in (None, meta["commit"]) else {}
+    kept = [{**note, **row} for row in earlier["rows"] if not replaces(row)]
+    content = {"meta": meta, "rows": [*kept, *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
