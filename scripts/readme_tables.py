@@ -57,20 +57,28 @@ def gpu_table() -> str:
 
 
 def serve_line() -> str:
-    """Decoding by a whole model on the GPU."""
-    rows = [row for row in load("h200/serve.json")["rows"] if row["subject"] == "decode"]
-    speeds = {
-        kernel: ", ".join(f"{row['tokens_per_second']:.0f}" for row in rows if row["kernel"] == kernel)
-        for kernel in ("native", "cublas_bf16")
-    }
-    batches = ", ".join(str(row["m"]) for row in rows if row["kernel"] == "native")
-    # Rows that a later run of other subjects kept name the commit that they were measured at.
-    earlier = ", with the kernels of an earlier version" if any("commit" in row for row in rows) else ""
-    return _wrapped(
-        "A model of the shape of Llama 3 8B with random weights, served by vLLM on the same GPU, decodes (tokens/s at "
-        f"batches of {batches}) {speeds['native']} at 4 bits with a 6-bit head, and {speeds['cublas_bf16']} in 16 bits "
-        f"(`benchmarks/results/h200/serve.json`{earlier})."
+    """A whole model on the GPU: decoding, and the first token of a prompt."""
+    results = [row for row in load("h200/serve.json")["rows"] if row["subject"] in ("decode", "first_token")]
+    kernels = ("native", "cublas_bf16")
+    rows = {(row["subject"], row["kernel"], row["m"]): row for row in results}
+    batches, prompts = (
+        sorted({size for subject, _, size in rows if subject == wanted}) for wanted in ("decode", "first_token")
     )
+    speeds = [", ".join(f"{rows['decode', kernel, m]['tokens_per_second']:.0f}" for m in batches) for kernel in kernels]
+    # Rows that a later run of other subjects kept name the commit that they were measured at.
+    earlier = ", with the kernels of an earlier version" if any("commit" in row for row in results) else ""
+    text = (
+        "A model of the shape of Llama 3 8B with random weights, served by vLLM on the same GPU, decodes (tokens/s at "
+        f"batches of {', '.join(map(str, batches))}) {speeds[0]} at 4 bits with a 6-bit head, and {speeds[1]} in 16 "
+        "bits"
+    )
+    if prompts:
+        waits = [", ".join(f"{rows['first_token', kernel, m]['us'] / 1e3:.0f}" for m in prompts) for kernel in kernels]
+        text += (
+            f"; the first token of a prompt of {', '.join(map(str, prompts))} tokens comes after {waits[0]} ms, and "
+            f"{waits[1]} in 16 bits"
+        )
+    return _wrapped(f"{text} (`benchmarks/results/h200/serve.json`{earlier}).")
 
 
 def prefill_line() -> str:
@@ -207,8 +215,28 @@ def linear_tables() -> str:
     lines += [
         "",
         _wrapped(f"Share of {_READ_GBPS / 1e3:.1f} TB/s on {large[0]}×{large[1]} at M = 1: {', '.join(shares)}."),
+        *marlin_lines(),
     ]
     return "\n".join(lines)
+
+
+def marlin_lines() -> list[str]:
+    """vLLM's own int4 linear beside ours, in one process."""
+    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in load("h200/marlin.json")["rows"]}
+    tokens = sorted({cell[3] for cell in times})
+    lines = [
+        _wrapped(
+            "vLLM's own int4 linear (Marlin, 16-bit activations, groups of 128), µs, and times as fast as it that mul1 "
+            "at K = 4 is, in one process (`benchmarks/results/h200/marlin.json`):"
+        ),
+        "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
+        "|---|" + "---|" * len(tokens),
+    ]
+    for shape in sorted({cell[1:3] for cell in times}):
+        cells = [(times["marlin_int4", *shape, m], times["native", *shape, m]) for m in tokens]
+        texts = [f"{theirs:.1f} ({theirs / ours:.2f})" for theirs, ours in cells]
+        lines.append(f"| {shape[0]}×{shape[1]} | " + " | ".join(texts) + " |")
+    return lines
 
 
 def readme_part() -> str:
