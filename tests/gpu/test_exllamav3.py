@@ -18,8 +18,9 @@ pytest.importorskip("exllamav3")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_linear_checks import HALF_BITS, exact, relative
 
-from vllm_exl3.cuda import exllamav3
+from vllm_exl3.cuda import exllamav3, exllamav3_rows
 from vllm_exl3.cuda.timing import random_weights
+from vllm_exl3.ops.ngram import NgramTable, ngram_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
 
@@ -106,3 +107,19 @@ def test_weights_loaded_in_place_are_seen() -> None:
         tensor.copy_(other)
     found = exllamav3.linear(x, trellis, suh, svh, None, layout)
     assert relative(found, expected(x, shards, others[3])) <= LIMIT
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_ngram_rows(bits: int) -> None:
+    assert exllamav3_rows.unavailable() is None
+    generator = torch.Generator().manual_seed(bits)
+    rows = torch.randint(-(2**15), 2**15, (64, 1 + 10 * bits), generator=generator, dtype=torch.int16)
+    rows[:, 0] = (0.1 + torch.rand(64, generator=generator)).half().view(torch.int16)
+    ids = torch.randint(0, len(rows), (3, 7), generator=generator)
+    bias = torch.rand((2, 160), generator=generator).half()
+    host = NgramTable(bias, torch.tensor([0, 40]), 0)
+    there = NgramTable(bias.cuda(), host.offsets.cuda(), 0)
+    found, wanted = torch.empty((*ids.shape, 160), device="cuda"), torch.empty((*ids.shape, 160))
+    exllamav3_rows.ngram(ids.cuda(), None, rows.cuda(), there, found)
+    ngram_reference(ids, None, rows, host, wanted)
+    assert relative(found.cpu(), wanted.double()) <= 1e-3
