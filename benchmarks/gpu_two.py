@@ -56,17 +56,17 @@ def write_packs(folder: Path, shape: dict[str, int]) -> None:
     written.rename(folder / "exl3")
 
 
-def main() -> None:
-    """Command line."""
+def main(words: list[str] | None = None) -> None:
+    """Command line, or these words in its place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("all", "lane", "rank", "victim", "speed", "packs"))
-    parser.add_argument("values", nargs="*", help="lane: steps; rank: number, port, pack; victim: pack; speed: KIND-N")
+    parser.add_argument("values", nargs="*", help="lane: steps; rank: number, port, step; victim: pack; speed: KIND-N")
     parser.add_argument("--out", type=Path, help="the results file")
     parser.add_argument("--work", type=Path, help="folder of packs, logs and what engines computed")
     parser.add_argument("--seconds", type=float, default=230, help="how long all may take")
     parser.add_argument("--only", nargs="+", help="lanes and speeds whose names begin so")
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32, with tiny shapes")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     options: dict[str, Any] = {"dtype": "float32"} if arguments.cpu else {}
     from benchmarks.two_speed import SHAPE
 
@@ -74,6 +74,7 @@ def main() -> None:
     work: Path = arguments.work or Path("/tmp/exl3-two")
     if arguments.command == "all":
         run_all(
+            main,
             work=work,
             packs=PACKS,
             out=arguments.out or RESULTS,
@@ -90,8 +91,8 @@ def main() -> None:
     if arguments.command == "lane":
         two_engines.lane(work, arguments.values, work / "packs", options)
     elif arguments.command == "rank":
-        rank, port, pack = arguments.values
-        two_engines.data_parallel_rank(int(rank), int(port), work, work / "packs" / pack, options)
+        rank, port, step = arguments.values
+        two_engines.data_parallel_rank(int(rank), int(port), step, work, work / "packs", options)
     elif arguments.command == "victim":
         two_engines.generate_until_killed(work / "packs" / arguments.values[0], options)
     else:

@@ -33,7 +33,7 @@ def compare(path: Path, work: Path) -> Row:
     """
     variant = path.parent.name
     pack = path.name.removesuffix(path.suffix)
-    rank = pack[-1] if pack.endswith((".0", ".1")) and variant == "dp2" else ""
+    rank = pack[-1] if pack.endswith((".0", ".1")) and variant.startswith("dp2") else ""
     pack = pack.removesuffix(f".{rank}") if rank else pack
     mode = f"{variant} rank {rank}" if rank else variant
     row: Row = {"kernel": "native", "subject": "whole model", "pack": pack, "mode": mode}

@@ -4,6 +4,7 @@ Each variant is a way to run a pack. What an engine computed goes into a file at
 time limit loses what came before.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -14,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PROMPTS", "VARIANTS", "data_parallel_rank", "generate_until_killed", "lane", "load", "shut_down"]
+__all__ = ["VARIANTS", "data_parallel_rank", "generate_until_killed", "lane", "load", "warm_up"]
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 TOKENS = 24
-_SECONDS = 110
+_SECONDS = 120
 """An engine that takes longer hangs."""
 
 _TP, _EP = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}
@@ -26,6 +27,7 @@ _GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4]},
 }
+_NCCL = {"disable_custom_all_reduce": True}
 _INT4 = {"kv_cache_dtype": "int4_per_token_head"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,7 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tp2": _TP,
     "ep2": _EP,
     "pp2": {"pipeline_parallel_size": 2},
-    "tp2-nccl": {**_TP, "disable_custom_all_reduce": True},
+    "tp2-nccl": {**_TP, **_NCCL},
+    "tp2-nccl-graphs": {**_TP, **_NCCL, **_GRAPHS},
+    "dp2": {"enable_expert_parallel": True},
+    "dp2-graphs": {"enable_expert_parallel": True, **_GRAPHS},
     "one-graphs": _GRAPHS,
     "tp2-graphs": {**_TP, **_GRAPHS},
     "ep2-graphs": {**_EP, **_GRAPHS},
@@ -42,7 +47,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one-int4-graphs": {**_INT4, **_GRAPHS},
     "tp2-int4-graphs": {**_TP, **_INT4, **_GRAPHS},
 }
-"""Options of vLLM by variant. ``dp2`` besides: two engines of one GPU that share the experts."""
+"""Options of vLLM by variant; ``dp2`` is two engines of one GPU each that share the experts."""
+
+
+def warm_up() -> None:
+    """Import what engines need, for processes that are forked from this one."""
+    for module in ("vllm.v1.engine.llm_engine", "vllm.v1.executor.multiproc_executor"):
+        importlib.import_module(module)
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at a model's class in a process of its own, which imports everything again.
+    registry._run_in_subprocess = lambda function: function()
 
 
 def load(folder: Path | str, **options: Any) -> Any:
@@ -63,11 +78,6 @@ def load(folder: Path | str, **options: Any) -> Any:
         "worker_extension_cls": "benchmarks.two_probe.Probe",
     }
     return LLM(str(folder), **{**defaults, **options})
-
-
-def shut_down(llm: Any) -> None:
-    """End an engine and its workers."""
-    llm.llm_engine.engine_core.shutdown()
 
 
 def lane(out: Path, steps: list[str], folder: Path, options: dict[str, Any]) -> None:
@@ -118,7 +128,7 @@ def _measure(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         tokens, gaps = _greedy(llm, PROMPTS)
         ranks = llm.collective_rpc("probe_state")
     finally:
-        shut_down(llm)
+        llm.llm_engine.engine_core.shutdown()
     seconds = {"start": round(started - begin, 1), "all": round(time.perf_counter() - begin, 1)}
     return {"logits": logits, "tokens": tokens, "gaps": gaps, "ranks": ranks, "seconds": seconds}
 
@@ -156,8 +166,18 @@ def _greedy(llm: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[l
     return tokens, gaps
 
 
-def data_parallel_rank(rank: int, port: int, out: Path, pack: Path, options: dict[str, Any]) -> None:
-    """One of two engines that share a MoE pack's experts; each answers other prompts."""
+def data_parallel_rank(rank: int, port: int, step: str, out: Path, folder: Path, options: dict[str, Any]) -> None:
+    """One of two engines that share a MoE pack's experts; each answers the prompts in another order.
+
+    Args:
+        rank: 0 or 1.
+        port: where the two meet.
+        step: ``variant:pack``.
+        out: as `lane`'s.
+        folder: as `lane`'s.
+        options: as `lane`'s.
+    """
+    variant, _, pack = step.partition(":")
     os.environ |= {
         "VLLM_DP_RANK": str(rank),
         "VLLM_DP_RANK_LOCAL": str(rank),
@@ -167,16 +187,16 @@ def data_parallel_rank(rank: int, port: int, out: Path, pack: Path, options: dic
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
     begin = time.perf_counter()
-    llm = load(pack, enable_expert_parallel=True, **options)
+    llm = load(folder / pack, **{**VARIANTS[variant], **options})
     started = time.perf_counter()
     order = 1 if rank == 0 else -1
     tokens, gaps = _greedy(llm, PROMPTS[::order])
     ranks = llm.collective_rpc("probe_state")
     seconds = {"start": round(started - begin, 1), "all": round(time.perf_counter() - begin, 1)}
     found = {"logits": None, "tokens": tokens[::order], "gaps": gaps[::order], "ranks": ranks, "seconds": seconds}
-    (out / "dp2").mkdir(parents=True, exist_ok=True)
-    _save(out / "dp2" / f"{pack.name}.{rank}", found)
-    print(f"STEP dp2:{pack.name}:{rank} {seconds}", flush=True)
+    (out / variant).mkdir(parents=True, exist_ok=True)
+    _save(out / variant / f"{pack}.{rank}", found)
+    print(f"STEP {step}:{rank} {seconds}", flush=True)
     time.sleep(2)  # the other rank may still need this one
     os._exit(0)
 

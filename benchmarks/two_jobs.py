@@ -1,12 +1,10 @@
 """Starts the processes of ``gpu_two.py all``, watches them, and writes rows as results come."""
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.two_compare import compare, reference_of
-from benchmarks.two_processes import children_of, gpu_memory_mib, kill_a_rank
+from benchmarks.two_engines import warm_up
+from benchmarks.two_processes import Job, fork, gpu_memory_mib, kill, kill_a_rank
 from vllm_exl3.tools.results import write_results
 
 __all__ = ["LANES", "SPEEDS", "run_all"]
 
 Row = dict[str, Any]
+Command = Callable[[list[str]], None]
 
 _DENSE = ("llama_tied-3.0-mul1", "llama_odd-4.0-mul1", "phi3-5.0-mul1", "qwen3-2.25-mul1-emb4")
 _MORE = ("llama_tied-2.0-mcg", "llama_tied-1.0-3inst", "gemma2-6.0-mcg")
@@ -31,18 +31,18 @@ LANES: dict[str, list[str]] = {
     "one-moe": [*(f"one:{pack}" for pack in _MOE), f"one-int4:{_DENSE[0]}", f"one-int4:{_MOE[1]}"],
     "one-graphs": [f"one-graphs:{_DENSE[0]}", f"one-graphs:{_MOE[0]}", f"one-int4-graphs:{_DENSE[0]}"],
     "tp2-dense": [f"tp2:{pack}" for pack in _DENSE],
-    "tp2-more": [*(f"tp2:{pack}" for pack in _MORE), f"tp2-nccl:{_DENSE[0]}"],
+    "tp2-more": [*(f"tp2:{pack}" for pack in _MORE), f"tp2-nccl:{_DENSE[0]}", f"tp2-nccl:{_MOE[1]}"],
     "tp2-moe": [f"tp2:{pack}" for pack in _MOE[1:]],
     "ep2-moe": [f"ep2:{pack}" for pack in _MOE],
     "pp2": [f"pp2:{_DENSE[0]}", f"pp2:{_MOE[0]}"],
-    "tp2-graphs": [f"tp2-graphs:{_DENSE[0]}", f"tp2-graphs:{_MOE[1]}"],
-    "ep2-graphs": [f"ep2-graphs:{_MOE[2]}"],
+    "tp2-graphs": [f"tp2-graphs:{_DENSE[0]}", f"tp2-graphs:{_MOE[1]}", f"tp2-nccl-graphs:{_DENSE[0]}"],
+    "ep2-graphs": [f"ep2-graphs:{_MOE[2]}", f"ep2-graphs:{_MOE[0]}"],
     "tp2-int4": [f"tp2-int4:{_DENSE[0]}", f"tp2-int4:{_MOE[1]}", f"tp2-int4-graphs:{_DENSE[0]}"],
 }
 """What processes run one after another, ``variant:pack`` each. The experts of the first MoE pack are one block of 128
 wide, which tensor parallelism cannot divide."""
 
-_DATA_PARALLEL = {"dp2-golden": _MOE[0], "dp2-random": _MOE[2]}
+_DATA_PARALLEL = {"dp2-golden": f"dp2:{_MOE[0]}", "dp2-random": f"dp2-graphs:{_MOE[2]}"}
 _VICTIM = "victim"
 SPEEDS = {"exl3-2": ("exl3", 2), "exl3-1": ("exl3", 1), "bf16-2": ("bf16", 2), "bf16-1": ("bf16", 1)}
 """Kind of weights and ranks, in the order in which they are measured."""
@@ -60,6 +60,9 @@ _CPU = {
 }
 
 
+_GPU = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+
+
 @dataclass
 class _Run:
     """Everything under way.
@@ -68,7 +71,7 @@ class _Run:
         work: folder of logs and what engines computed.
         out: the results file.
         machine: its folder's name under results.
-        script: this benchmark's file.
+        command: runs this benchmark's command line in the process that calls it.
         environment: of processes.
         jobs: running processes by name.
         told: files that were turned into rows already.
@@ -77,23 +80,20 @@ class _Run:
     work: Path
     out: Path
     machine: str
-    script: Path
+    command: Command
     environment: dict[str, str]
-    jobs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
     told: set[Path] = field(default_factory=set)
     begin: float = field(default_factory=time.monotonic)
 
     def start(self, name: str, *arguments: str, **environment: str) -> None:
-        """A process with a log and a session of its own; each gets ports of its own."""
+        """A process with a log and a session of its own; each gets ports of its own.
+
+        It is forked from this one, which has imported vLLM: dozens that import it at once take minutes.
+        """
         port = str(21000 + 200 * len(self.jobs))
-        with (self.work / f"{name}.log").open("wb") as log:
-            self.jobs[name] = subprocess.Popen(
-                [sys.executable, str(self.script), *arguments],
-                env={**self.environment, "VLLM_PORT": port, **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        settings = {**self.environment, "VLLM_PORT": port, **environment}
+        self.jobs[name] = fork(self.work / f"{name}.log", settings, lambda: self.command(list(arguments)))
 
     def wait(self, done: Callable[[], bool], until: float) -> bool:
         """Turn results into rows until something is done or the time is over."""
@@ -148,14 +148,7 @@ class _Run:
 
     def end(self, name: str) -> None:
         """Kill a process and whatever it started."""
-        job = self.jobs[name]
-        family = children_of(job.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        job.wait()
+        kill(self.jobs[name])
 
 
 def _short(row: Row) -> str:
@@ -167,10 +160,13 @@ def _short(row: Row) -> str:
     )[:230]
 
 
-def run_all(*, work: Path, packs: Path, out: Path, seconds: float, only: list[str] | None, cpu: bool) -> None:
+def run_all(
+    command: Command, *, work: Path, packs: Path, out: Path, seconds: float, only: list[str] | None, cpu: bool
+) -> None:
     """Run everything and write rows.
 
     Args:
+        command: runs this benchmark's command line in the process that calls it.
         work: emptied first.
         packs: the golden packs.
         out: the results file.
@@ -186,10 +182,11 @@ def run_all(*, work: Path, packs: Path, out: Path, seconds: float, only: list[st
     (work / "packs").mkdir(parents=True)
     for pack in packs.iterdir():
         (work / "packs" / pack.name).symlink_to(pack.resolve())
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}
-    environment |= _CPU if cpu else {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-    run = _Run(work, out, "cpu" if cpu else "h200-x2", Path(__file__).with_name("gpu_two.py"), environment)
+    environment = _CPU if cpu else _GPU
+    os.environ |= environment  # some count while vLLM is imported
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # and end what was started
+    warm_up()
+    run = _Run(work, out, "cpu" if cpu else "h200-x2", command, environment)
     flags = ["--work", str(work), *(["--cpu"] if cpu else [])]
     try:
         _start(run, flags, wanted, cpu)
@@ -201,7 +198,7 @@ def run_all(*, work: Path, packs: Path, out: Path, seconds: float, only: list[st
         run.collect()
     if not cpu:
         time.sleep(2)
-        run.write({"kernel": "native", "subject": "memory left", "mib": gpu_memory_mib()})
+        run.write({"kernel": "native", "subject": "memory left", "mib": gpu_memory_mib()[:2]})
     _tell_failures(run)
 
 
@@ -214,10 +211,10 @@ def _start(run: _Run, flags: list[str], wanted: Callable[[str], bool], cpu: bool
     for name, steps in LANES.items():
         if wanted(name):
             run.start(name, "lane", *steps, *flags)
-    for number, (name, pack) in enumerate(_DATA_PARALLEL.items()):
+    for number, (name, step) in enumerate(_DATA_PARALLEL.items()):
         if wanted(name):
             for rank in range(2):
-                run.start(f"{name}-{rank}", "rank", str(rank), str(29600 + 20 * number), pack, *flags)
+                run.start(f"{name}-{rank}", "rank", str(rank), str(29600 + 20 * number), step, *flags)
 
 
 def _first_half(run: _Run, seconds: float, speeds: list[str]) -> None:
@@ -227,11 +224,11 @@ def _first_half(run: _Run, seconds: float, speeds: list[str]) -> None:
     if _VICTIM in run.jobs:
         log = run.work / f"{_VICTIM}.log"
         victim = run.jobs[_VICTIM]
-        run.wait(lambda: b"GENERATING" in log.read_bytes() or victim.poll() is not None, until)
-        run.write(kill_a_rank(victim, log, until - (time.monotonic() - run.begin)))
-    run.wait(lambda: all(run.jobs[name].poll() is not None for name in others), until)
+        run.wait(lambda: b"GENERATING" in log.read_bytes() or not victim.is_alive(), until)
+        run.write(kill_a_rank(victim, log, max(5.0, min(60.0, until - (time.monotonic() - run.begin)))))
+    run.wait(lambda: all(not run.jobs[name].is_alive() for name in others), until)
     for name in others:
-        if run.jobs[name].poll() is None:
+        if run.jobs[name].is_alive():
             run.write({"kernel": "native", "subject": "unfinished", "mode": name, "ok": False})
             run.end(name)
 
@@ -240,7 +237,7 @@ def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
     """Let each engine measure, when all that will are ready, one after another."""
 
     def settled(name: str) -> bool:
-        return (run.work / f"{name}.ready").exists() or run.jobs[name].poll() is not None
+        return (run.work / f"{name}.ready").exists() or not run.jobs[name].is_alive()
 
     run.wait(lambda: all(map(settled, speeds)), seconds - 10 - _SPEED_SECONDS * len(speeds))
     for name in speeds:
@@ -249,8 +246,8 @@ def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
             (run.work / f"{name}.go").touch()
             job, done = run.jobs[name], run.work / f"{name}.done"
 
-            def over(job: "subprocess.Popen[bytes]" = job, done: Path = done) -> bool:
-                return done.exists() or job.poll() is not None
+            def over(job: Job = job, done: Path = done) -> bool:
+                return done.exists() or not job.is_alive()
 
             run.wait(over, time.monotonic() - run.begin + min(left, _MOST_SPEED_SECONDS))
         run.collect()
@@ -259,7 +256,7 @@ def _speeds(run: _Run, seconds: float, speeds: list[str]) -> None:
 
 def _tell_failures(run: _Run) -> None:
     for name, job in run.jobs.items():
-        if job.returncode not in (0, -signal.SIGKILL):
+        if job.exitcode not in (0, -signal.SIGKILL):
             lines = (run.work / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
             errors = [line for line in lines if "Error" in line]
-            print(f"{name} ended with {job.returncode}: {(errors or lines or ['no log'])[-1][-200:]}", flush=True)
+            print(f"{name} ended with {job.exitcode}: {(errors or lines or ['no log'])[-1][-200:]}", flush=True)

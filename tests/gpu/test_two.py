@@ -84,7 +84,8 @@ def test_graphs_of_both_devices_replayed_in_turn() -> None:
         with torch.cuda.device(index):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # without a stream, torch captures on the one that it made for the first graph, whatever device that was on
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 outputs.append(linear.linear(*tensors, None, layout))
             graphs.append(graph)
     for _ in range(20):
