@@ -28,8 +28,9 @@ def measure_memory(load: Callable[..., Any], folder: Path, use: Callable[[Any], 
 
     Returns:
         The engine and a row: ``packed_bytes`` of the files, ``model_bytes`` allocated by loading, ``kv_bytes``,
-        ``other_bytes`` that stayed allocated otherwise (vLLM's buffers and all scratch), ``load_s`` without
-        ``compile_s``, and ``read_s`` for copying the same tensors to the GPU with safetensors alone.
+        ``other_bytes`` that stayed allocated otherwise (vLLM's buffers and all scratch); seconds of loading weights,
+        and of all of vLLM's ``load_model`` but making kernels ready, ``compile_s``; and ``read_s`` for copying the
+        same tensors to the GPU with safetensors alone.
     """
     with _watched() as (seconds, grown):
         llm = load(folder)
@@ -38,7 +39,6 @@ def measure_memory(load: Callable[..., Any], folder: Path, use: Callable[[Any], 
     requests = _allocated() - before
     packed = Pack.open(folder).nbytes
     read = _read_seconds(folder)
-    load_s = seconds["load_model"] - seconds["compile"]
     return llm, {
         "kernel": "native",
         "subject": "memory",
@@ -48,10 +48,11 @@ def measure_memory(load: Callable[..., Any], folder: Path, use: Callable[[Any], 
         "model_over_packed": grown["load_model"] / packed,
         "kv_bytes": grown["initialize_from_config"],
         "other_bytes": grown["determine_available_memory"] + grown["compile_or_warm_up_model"] + requests,
-        "load_s": load_s,
-        "compile_s": seconds["compile"],
+        "weights_s": seconds["load_weights"],
+        "load_model_s": seconds["load_model"] - seconds["prepare"],
+        "compile_s": seconds["prepare"],
         "read_s": read,
-        "load_over_read": load_s / read,
+        "weights_over_read": seconds["load_weights"] / read,
     }
 
 
@@ -64,38 +65,33 @@ def _allocated() -> int:
 @contextmanager
 def _watched() -> Iterator[tuple[dict[str, float], dict[str, int]]]:
     """Time the stages of an engine's start in this process, and what each leaves allocated on the GPU."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.v1.worker.gpu_worker import Worker
 
-    seconds: dict[str, float] = {"compile": 0.0}
-    grown: dict[str, int] = {}
-    originals = {name: getattr(Worker, name) for name in _STAGES}
-    prepare = runtime.Device.prepare
+    places: list[tuple[Any, str]] = [(Worker, name) for name in _STAGES]
+    places += [(DefaultModelLoader, "load_weights"), (runtime.Device, "prepare")]
+    originals = [getattr(holder, name) for holder, name in places]
+    seconds = {name: 0.0 for _, name in places}
+    grown = {name: 0 for _, name in places}
 
-    def stage(name: str) -> Callable[..., Any]:
+    def watch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             before, begin = _allocated(), time.perf_counter()
-            result = originals[name](*args, **kwargs)
+            result = original(*args, **kwargs)
             torch.cuda.synchronize()
-            seconds[name] = time.perf_counter() - begin
-            grown[name] = _allocated() - before
+            seconds[name] += time.perf_counter() - begin
+            grown[name] += _allocated() - before
             return result
 
         return call
 
-    def compiling(*args: Any) -> None:
-        begin = time.perf_counter()
-        prepare(*args)
-        seconds["compile"] += time.perf_counter() - begin
-
     try:
-        for name in _STAGES:
-            setattr(Worker, name, stage(name))
-        runtime.Device.prepare = compiling  # type: ignore[method-assign]
+        for (holder, name), original in zip(places, originals, strict=True):
+            setattr(holder, name, watch(name, original))
         yield seconds, grown
     finally:
-        for name, original in originals.items():
-            setattr(Worker, name, original)
-        runtime.Device.prepare = prepare  # type: ignore[method-assign]
+        for (holder, name), original in zip(places, originals, strict=True):
+            setattr(holder, name, original)
 
 
 def _read_seconds(folder: Path) -> float:
