@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 
-__all__ = ["InputCut", "cut_rows"]
+__all__ = ["InputCut", "cut_rows", "held_bytes"]
 
 _MOST_ROWS, _MOST_THREADS, _THREADS = (
     16,
@@ -34,7 +34,7 @@ class InputCut:
     shared: int
 
 
-def _held(block_rows: int, in_features: int) -> int:
+def held_bytes(block_rows: int, in_features: int) -> int:
     """Bytes of shared memory that rows take, padded as in prefill_transform.cu."""
     pitch = in_features // UNIT_IN * _UNIT_PITCH // 128 * 128 + 128 + (64 if block_rows == 2 else 32)
     return block_rows * pitch
@@ -48,13 +48,13 @@ def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
     """
     room, block_rows = limits.shared_memory - _RESERVED, _MOST_ROWS
     while block_rows > 2 and (
-        _held(block_rows, in_features) > _HELD_BYTES or rows < 2 * block_rows * limits.multiprocessors
+        held_bytes(block_rows, in_features) > _HELD_BYTES or rows < 2 * block_rows * limits.multiprocessors
     ):
         block_rows //= 2
-    if rows < limits.multiprocessors or _held(block_rows, in_features) > room:
+    if rows < limits.multiprocessors or held_bytes(block_rows, in_features) > room:
         block_rows = 1
     blocks, items = -(-rows // block_rows), block_rows * in_features // UNIT_IN
     most = _THREADS if blocks > limits.multiprocessors else _MOST_THREADS
     threads = round_up(-(-items // -(-items // most)), _WARP)
-    held = _held(block_rows, in_features)
+    held = held_bytes(block_rows, in_features)
     return InputCut(block_rows, blocks, threads, held if held <= room else 0)

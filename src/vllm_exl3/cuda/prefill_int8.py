@@ -10,14 +10,15 @@ from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import GpuLimits, round_up
+from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 from vllm_exl3.cuda.prefill import launch_products
+from vllm_exl3.cuda.prefill_input import held_bytes
 from vllm_exl3.cuda.prefill_plan import FINISH, INT8_TILES, PrefillArgs, PrefillPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
-from vllm_exl3.pack.stored import TILE, Codebook
+from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["LEAST_ROWS", "QUANTIZE", "instances", "prefill_int8", "refusal", "serves", "window_rows"]
+__all__ = ["LEAST_ROWS", "QUANTIZE", "instances", "prefill_int8", "quantize_rows", "refusal", "serves", "window_rows"]
 
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them, for every tile."""
@@ -25,9 +26,10 @@ QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 LEAST_ROWS = 256
 """Tokens from which on the kernel serves; fewer leave the tensor cores waiting for weights to be decoded."""
 
-_THREADS, _HELD = 1024, 2  # of prefill_quantize.cu: at most, and k-tiles of a thread
-_WARP = 32
-_MOST_IN = _THREADS * _HELD * TILE
+_MOST_THREADS, _MOST_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a unit of a row
+_THREADS = 256
+"""Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
+_MOST_IN, _WARP = _MOST_THREADS * UNIT_IN, 32
 _WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
 """Activations of one launch stay near the first; more rows are served in windows of a multiple of the second."""
 
@@ -77,6 +79,14 @@ def window_rows(shards: tuple[Shard, ...]) -> int:
     """How many rows one launch takes."""
     rows = _WINDOW_BYTES // sum(shard.in_features for shard in shards)
     return max(_WINDOW_STEP, rows // _WINDOW_STEP * _WINDOW_STEP)
+
+
+def quantize_rows(in_features: int) -> int:
+    """Rows of a block of the kernel that rounds inputs: more make longer runs of stores, 16 bytes a row."""
+    rows = _MOST_ROWS
+    while rows > 1 and rows * in_features // UNIT_IN > _THREADS:
+        rows //= 2
+    return rows
 
 
 def prefill_int8(
@@ -132,7 +142,16 @@ def _launch(
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    threads = round_up(-(-shards[0].in_features // (_HELD * TILE)), _WARP)
-    grid, dependent = (x.shape[0], len(shards)), device.limits.dependent_launch
-    device.kernel(QUANTIZE).launch(grid, threads, 0, stream, [arguments], dependent)
+    arguments.block_rows = block_rows = quantize_rows(shards[0].in_features)
+    threads = round_up(block_rows * shards[0].in_features // UNIT_IN, _WARP)
+    quantize = device.kernel(QUANTIZE)
+    quantize.allow_shared(held_bytes(_MOST_ROWS, _MOST_IN // _MOST_ROWS))
+    quantize.launch(
+        (-(-x.shape[0] // block_rows), len(shards)),
+        threads,
+        held_bytes(block_rows, shards[0].in_features),
+        stream,
+        [arguments],
+        device.limits.dependent_launch,
+    )
     launch_products(device, plan, arguments, stream)

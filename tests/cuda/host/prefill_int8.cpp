@@ -8,7 +8,8 @@
 #define rank_in_cluster() (stop("clusters"), 0u)
 #define sync_cluster() stop("clusters")
 
-inline void ptx_setmaxnreg_dec_sync_aligned_u32() {}
+inline void ptx_max_NaN_f32(float& most, float a, float b) { most = a != a || b != b ? NAN : a < b ? b : a; }
+inline void ptx_setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int = 0) {}
 inline void ptx_bar_arrive(u32 barrier, unsigned count) {
     Meeting& meeting = named_meetings[barrier];
@@ -35,8 +36,8 @@ inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (addres
 #include "prefill_finish.cu"
 #include "prefill_quantize.cu"
 
-extern "C" void quantize(const PrefillArgs* args, u32 rows, u32 shards, u32 threads) {
-    launch(rows, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });
+extern "C" void quantize(const PrefillArgs* args, u32 blocks, u32 shards, u32 threads) {
+    launch(blocks, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });
 }
 
 // Layers whose shards have K = 4 and, second, 2.5 or 3.

@@ -1,11 +1,12 @@
 // The input side of prefill's fast mode: A = H(x·suh)/sqrt(128) of every row and shard in int8, a scale a row, in the order in
-// which wgmma reads it as its B operand; prefill_int8.cuh says how k is permuted. A block rotates a whole row and keeps it in
-// registers until its largest magnitude is known, so that x is read once.
+// which wgmma reads it as its B operand; prefill_int8.cuh says how k is permuted.
+//
+// A block has a few whole rows, a thread one unit of one of them: it keeps it in registers, rotated, until the row's largest
+// magnitude is known. So x is read once.
 #include "hadamard.cuh"
-#include "prefill_pieces.cuh"
+#include "prefill_item.cuh"
 
-constexpr int MOST_THREADS = 1024;
-constexpr int HELD = 2;  // pieces of a thread; rows have at most HELD·PIECE·MOST_THREADS channels
+constexpr int MOST_THREADS = 512, MOST_ROWS = 4;
 constexpr float LARGEST_BYTE = 127.0f;
 constexpr float STEP = 4.0f * 1774 / 262144;  // of a weight: 4·k_inv
 
@@ -18,54 +19,51 @@ __device__ __forceinline__ u32 pack_bytes(float a, float b, float c, float d, fl
     return __byte_perm(__byte_perm(rounded[0], rounded[1], 0x0040), __byte_perm(rounded[2], rounded[3], 0x0040), 0x5410);
 }
 
-// Grid (rows, shards).
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quantize(const __grid_constant__ PrefillArgs args) {
-    __shared__ u32 largest;
-    const u32 row = blockIdx.x, s = blockIdx.y, pieces = args.in_features / PIECE, units = args.in_features / UNIT_IN;
-    const int lane = threadIdx.x & 31;
-    const bool fast = loads_vectors(args);
-    let_next_start();
-    if (threadIdx.x == 0) largest = 0;
-    __syncthreads();
-    wait_for_previous();
-    float v[HELD][PIECE];
-    u32 bits = 0;
-    uint4 raw[HELD][2];
+__device__ __forceinline__ void store_bytes(const Item& item, const float (&v)[UNIT_IN], const PrefillArgs& args, u32 shard, float factor) {
+    const u32 units = args.in_features / UNIT_IN, row_tile = item.row / args.tile_rows, token = item.row % args.tile_rows;
+    uint4* to = reinterpret_cast<uint4*>(args.activations) +
+        (static_cast<u64>(shard * args.row_tiles + row_tile) * units + item.unit) * (args.tile_rows * 4) + token;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i)
+    for (int i = 0; i < 4; ++i) {
+        u32 words[4];  // of k-tile 0..3
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32 column = (threadIdx.x + i * blockDim.x) * PIECE + 8 * half;
-            raw[i][half] = make_uint4(0, 0, 0, 0);
-            if (fast && column < args.in_width)
-                raw[i][half] = *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row * args.x_stride + column);
+        for (int tile = 0; tile < 4; ++tile) {
+            const float* of = v + 16 * tile + 2 * i;
+            words[tile] = pack_bytes(of[0], of[1], of[8], of[9], factor);
         }
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        const u32 piece = threadIdx.x + i * blockDim.x;  // 8 neighbours are one 128-block: all of them exist, or none
-        load_piece(v[i], args, raw[i], args.shards[s].suh, row, min(piece, pieces - 1) * PIECE, piece < pieces, fast);
-        hadamard_pieces(v[i], lane);
-#pragma unroll
-        for (int j = 0; j < PIECE; ++j)
-            if (piece < pieces) bits = max(bits, __float_as_uint(fabsf(v[i][j])));
+        to[i * args.tile_rows] = make_uint4(words[0], words[1], words[2], words[3]);
     }
-    bits = __reduce_max_sync(0xffffffffu, bits);
-    if (lane == 0) atomicMax(&largest, bits);
+}
+
+// Grid (groups of args.block_rows rows, shards); as many threads as the rows have units, rounded up to warps.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quantize(const __grid_constant__ PrefillArgs args) {
+    extern __shared__ __align__(16) u8 rows[];
+    __shared__ u32 largest[MOST_ROWS];
+    const bool held = loads_vectors(args);
+    const u32 s = blockIdx.y;
+    let_next_start();
+    if (threadIdx.x < MOST_ROWS) largest[threadIdx.x] = 0;
+    wait_for_previous();
+    if (held) hold_rows(args, rows);
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    const float most = __uint_as_float(largest);
+    const Item item(args, threadIdx.x);
+    float v[UNIT_IN];
+    item.load(v, args, rows, args.shards[s].suh, held);
+    item.rotate(v);
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < int(UNIT_IN); ++i) most = larger(most, v[i]);
+    // Lanes of one row: pairs of neighbours, every block_rows'th pair.
+    u32 bits = __float_as_uint(most);
+    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
+    for (u32 lanes = 2 * args.block_rows; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
+    if ((threadIdx.x & 31) < 2 * args.block_rows && (threadIdx.x & 1) == 0) atomicMax(&largest[item.in_block], bits);
+    __syncthreads();
+    if (!item.exists) return;
+    most = __uint_as_float(largest[item.in_block]);
     // A row of zeros or subnormals gives zeros; one with a NaN or an infinity comes out as such, by its scale.
     const float factor = most >= 1.0e-36f ? LARGEST_BYTE / most : 0.0f;
-    if (threadIdx.x == 0) args.scales[s * args.rows + row] = most * (HADAMARD_SCALE * STEP / LARGEST_BYTE);
-    const u32 row_tile = row / args.tile_rows, token = row % args.tile_rows;
-    uint4* tile = reinterpret_cast<uint4*>(args.activations) + static_cast<u64>(s * args.row_tiles + row_tile) * units * (args.tile_rows * 4) + token;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-        const u32 piece = threadIdx.x + i * blockDim.x;
-        u32 words[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m)
-            words[m] = pack_bytes(v[i][2 * m], v[i][2 * m + 1], v[i][2 * m + 8], v[i][2 * m + 9], factor);
-        const uint4 matrix = transpose_words(words[0], words[1], words[2], words[3], lane);
-        if (piece < pieces) tile[(piece / 4 * 4 + (piece & 3)) * args.tile_rows] = matrix;
-    }
+    if (item.unit == 0) args.scales[s * args.rows + item.row] = most * (HADAMARD_SCALE * STEP / LARGEST_BYTE);
+    store_bytes(item, v, args, s, factor);
 }
