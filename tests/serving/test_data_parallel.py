@@ -1,6 +1,7 @@
-"""Two replicas that share the experts: vLLM gathers their tokens before the experts and scatters sums after them.
+"""Experts over ranks that share nothing else: data parallelism, and files of which each rank needs a part.
 
-vLLM's communicator for CPUs has no collectives for that (NotImplementedError in 0.30 to 0.33); `gloo` lends them.
+With two replicas vLLM gathers tokens before the experts and scatters sums after them. Its communicator
+for CPUs has no collectives for that (NotImplementedError in 0.30 to 0.33); `gloo` lends them.
 """
 
 import pytest
@@ -11,6 +12,14 @@ from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_rank
 pytestmark = pytest.mark.slow
 
 QWEN = "qwen3_moe-3.0-mul1"
+
+
+def test_ranks_that_do_not_read_others_experts() -> None:
+    """vLLM's filter passes by dense experts only: the trellises of others arrive, and are dropped."""
+    with engine(PACKS / QWEN) as llm:
+        alone = generate(llm, PROMPTS, 24)
+    options = {"enable_expert_parallel": True, "enable_ep_weight_filter": True}
+    assert generate_on_two_ranks(PACKS / QWEN, **options) == alone
 
 
 @pytest.mark.parametrize("expert_parallel", [True, False])

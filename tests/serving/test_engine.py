@@ -121,6 +121,18 @@ def test_useless_scales_are_refused_while_loading(variant: Callable[..., Path], 
         pass
 
 
+def test_a_head_in_another_dtype_than_the_model_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "vllm.model_executor.model_loader.default_loader.safetensors_weights_iterator",
+        lambda *_, **__: pytest.fail("weights were read"),
+    )
+    with (
+        pytest.raises(Exl3PackError, match=r"lm_head: found head_dtype torch\.float16 .*--hf-overrides"),
+        engine(PACKS / ODD, hf_overrides={"head_dtype": "float16"}),
+    ):
+        pass
+
+
 def test_tensors_that_no_module_asks_for_are_refused_with_samples(variant: Callable[..., Path]) -> None:
     folder = variant(ODD, config=lambda config: config.update(num_hidden_layers=1))
     with pytest.raises(Exl3PackError, match=r"model\.layers\.1\."), engine(folder):

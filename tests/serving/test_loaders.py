@@ -1,5 +1,6 @@
 """Ways to load a pack other than reading its files one by one, and what is said meanwhile."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from tests.serving.conftest import PACKS, golden_logits
-from tests.serving.engine import PROMPTS, engine, generate, logits_of
+from tests.serving.engine import PROMPTS, engine, generate, logits_of, model_of
 from tests.serving.test_engine import PHI, up_in_sixteen_bits
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.progress import LoadProgress, phase
 
 ODD, TIED, GEMMA = "llama_odd-4.0-mul1", "llama_tied-2.0-mcg", "gemma2-6.0-mcg"
@@ -85,6 +88,12 @@ def heard() -> Iterator[Heard]:
     logger.removeHandler(handler)
 
 
+def assert_fit_for_layerwise_reload(loader: Any) -> None:
+    """vLLM reads the name of each loader, and replaces the argument that is called ``param``."""
+    assert inspect.isfunction(loader) or inspect.ismethod(loader), loader
+    assert loader.__name__ and next(iter(inspect.signature(loader).parameters)) == "param", loader
+
+
 TRACKED = {"enable_weights_track": True}
 
 
@@ -92,6 +101,10 @@ TRACKED = {"enable_weights_track": True}
 def test_every_parameter_is_reported_as_loaded(name: str, heard: Heard) -> None:
     with engine(PACKS / name, model_loader_extra_config=TRACKED) as llm:
         assert generate(llm, [[1, 2, 3]], 2)
+        for key, parameter in model_of(llm).named_parameters():
+            assert parameter.numel(), f"{key}: prefetching takes no empty parameter"
+            if hasattr(parameter, "weight_loader"):
+                assert_fit_for_layerwise_reload(parameter.weight_loader)
     assert not [line for line in heard.lines(logging.WARNING) if "dtype" in line]
     assert any(line.startswith("vllm-exl3 loaded 0.00 GiB in ") for line in heard.lines())
     assert any(line.startswith("vllm-exl3 making kernels ready took ") for line in heard.lines())
@@ -115,6 +128,17 @@ def test_a_folder_of_saved_shards_is_refused_by_name(tmp_path: Path) -> None:
         engine(folder, load_format="sharded_state"),
     ):
         pass
+
+
+def test_a_loader_that_turns_trellises_into_floats_is_refused() -> None:
+    """vLLM's tensorizer loader gave int16 as float32; nothing would have noticed it before the first product."""
+    config = Exl3Config({})
+    config.maybe_update_config(str(PACKS / ODD))
+    with (
+        set_current_vllm_config(VllmConfig(load_config=LoadConfig(load_format="tensorizer"))),
+        pytest.raises(Exl3PackError, match=r"--load-format tensorizer.*--load-format auto"),
+    ):
+        config.get_quant_method(torch.nn.Linear(2, 2), "model.layers.0.mlp.down_proj")
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.metrics import leave_counters
 from vllm_exl3.serving.models import qwen4_exp
 from vllm_exl3.serving.moe import Exl3MoEMethod
@@ -224,6 +225,7 @@ class Exl3Config(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for one layer, from the headers of the tensors that its name stands for."""
+        check_load_format(get_current_vllm_config_or_none(), self.source or "the pack")
         prefix = prefix.removeprefix(_DRAFT_PREFIX)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)

@@ -37,9 +37,21 @@ class Exl3HeadMethod(Exl3LinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register the parameters for this rank's range of the vocabulary."""
-        self.register_head(layer, params_dtype)
+        """Register the parameters for this rank's range of the vocabulary.
+
+        Raises:
+            Exl3PackError: logits are wanted in another dtype than the model's.
+        """
         current = get_current_vllm_config_or_none()
+        model = current.model_config if current is not None else None
+        if model is not None and model.runner_type == "generate" and model.head_dtype != params_dtype:
+            raise Exl3PackError(  # vLLM refuses too, once everything is loaded
+                found=f"head_dtype {model.head_dtype} for a model in {params_dtype}",
+                expected="the model's own dtype, which an EXL3 head multiplies in",
+                where=self.where,
+                remedy="Leave head_dtype out of --hf-overrides and config.json, or choose --dtype.",
+            )
+        self.register_head(layer, params_dtype)
         if current is not None and current.lora_config is not None:
             # LoRA's logits layer reads dtype and device off a weight. Never set otherwise: where both models have
             # one, speculative decoding compares weights to see whether heads can be shared.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from vllm.config import VllmConfig
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
@@ -11,12 +12,29 @@ from vllm_exl3.pack.values import check_marker, check_scales
 
 __all__ = [
     "LoadedParts",
+    "check_load_format",
     "check_loaded_marker",
     "check_loaded_scales",
     "check_overwritten",
     "check_shape",
     "unpack_signs_like",
 ]
+
+
+def check_load_format(config: VllmConfig | None, where: str) -> None:
+    """Refuse a loader that would change tensors of integers, or let no layer look at what it got.
+
+    Raises:
+        Exl3PackError: it is tensorizer's.
+    """
+    if config is not None and config.load_config.load_format == "tensorizer":
+        raise Exl3PackError(
+            found="--load-format tensorizer",
+            expected="a loader that keeps trellises as the integers that they are, and has layers check what came: "
+            "vLLM's for tensorizer turns every tensor into the model's dtype, and checks none",
+            where=where,
+            remedy="Serve the pack itself: --load-format auto, fastsafetensors, instanttensor or runai_streamer.",
+        )
 
 
 class LoadedParts:
