@@ -1,10 +1,8 @@
 """Loading cubins and launching kernels with the CUDA driver, through cuda-bindings."""
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["DriverError", "Kernel", "load_kernel", "zeroed_memory"]
@@ -15,7 +13,7 @@ class DriverError(RuntimeError):
 
 
 def _check(status: Any, what: str) -> None:
-    if int(status) != 0:
+    if status != 0:
         raise DriverError(f"{what}: {status}")
 
 
@@ -29,6 +27,7 @@ class Kernel:
         context: the CUDA context that it is loaded into.
         label: what messages call it.
         shared_limit: dynamic shared memory in bytes that launches may use so far.
+        context_address: what tells that context from others.
     """
 
     function: Any
@@ -36,13 +35,16 @@ class Kernel:
     context: Any
     label: str
     shared_limit: int = 48 * 1024
+    context_address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.context_address = int(self.context)
 
     def allow_shared(self, size: int) -> None:
         """Raise the dynamic shared memory that a launch may use to ``size`` bytes."""
         if size <= self.shared_limit:
             return
-        from cuda.bindings import driver
-
+        driver = _driver()
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuFuncSetAttribute(self.function, attribute, size)
         _check(status, f"{self.label}: {size} bytes of shared memory")
@@ -50,8 +52,7 @@ class Kernel:
 
     def active_clusters(self, blocks: int, threads: int, shared: int) -> int:
         """Clusters of ``blocks`` blocks that run at once on the device; 0 where it cannot tell."""
-        from cuda.bindings import driver
-
+        driver = _driver()
         self.allow_shared(shared)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = 64 * blocks, 1, 1
@@ -83,41 +84,39 @@ class Kernel:
                 (``griddepcontrol.wait``) before it touches anything that others write. Needs sm_90.
             cluster: blocks in x that form a cluster. Needs sm_90.
         """
-        from cuda.bindings import driver
-
+        driver = _driver()
         config = _launch_config(grid, threads, shared, stream, dependent, cluster)
-        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        with _current(self.context):  # a default stream's handle means that of the current context
-            (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
+        pointers = _pointers(len(arguments))(*map(ctypes.addressof, arguments))
+        # A default stream's handle means that of the current context, which may be another device's.
+        status, current = driver.cuCtxGetCurrent()
+        _check(status, "asking for the current context")
+        switch = int(current) != self.context_address
+        if switch:
+            (status,) = driver.cuCtxPushCurrent(self.context)
+            _check(status, "making a kernel's context the current one")
+        (status,) = driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0)
+        if switch:
+            driver.cuCtxPopCurrent()
         _check(status, self.label)
 
 
-@contextlib.contextmanager
-def _switched(context: Any) -> Iterator[None]:
+@functools.cache
+def _driver() -> Any:
+    """cuda-bindings' module, imported where it is first needed: without a GPU it need not be there."""
     from cuda.bindings import driver
 
-    (status,) = driver.cuCtxPushCurrent(context)
-    _check(status, "making a kernel's context the current one")
-    try:
-        yield
-    finally:
-        driver.cuCtxPopCurrent()
+    return driver
 
 
-def _current(context: Any) -> contextlib.AbstractContextManager[None]:
-    """Make a context the current one, where another device's is."""
-    from cuda.bindings import driver
-
-    status, current = driver.cuCtxGetCurrent()
-    _check(status, "asking for the current context")
-    return contextlib.nullcontext() if int(current) == int(context) else _switched(context)
+@functools.cache
+def _pointers(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return ctypes.c_void_p * count
 
 
 @functools.lru_cache(maxsize=4096)
 def _launch_config(grid: tuple[int, int], threads: int, shared: int, stream: int, dependent: bool, cluster: int) -> Any:
     """The driver's description of a launch: kept and only read, for filling one in takes longer than launching."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -133,8 +132,7 @@ def _set_attributes(config: Any, attributes: list[Any]) -> None:
 
 
 def _dependent_attribute() -> Any:
-    from cuda.bindings import driver
-
+    driver = _driver()
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -144,8 +142,7 @@ def _dependent_attribute() -> Any:
 def _cluster_attributes(blocks: int) -> list[Any]:
     if blocks == 1:
         return []
-    from cuda.bindings import driver
-
+    driver = _driver()
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     value = driver.CUlaunchAttributeValue()
@@ -160,8 +157,7 @@ def load_kernel(image: bytes, entry: str, label: str) -> Kernel:
     Raises:
         DriverError: the image does not fit the device, or has no such kernel.
     """
-    from cuda.bindings import driver
-
+    driver = _driver()
     status, module = driver.cuModuleLoadData(image)
     _check(status, f"loading {label}")
     status, function = driver.cuModuleGetFunction(module, entry.encode())
@@ -176,8 +172,7 @@ def zeroed_memory(size: int) -> int:
 
     It does not come from torch's allocator: a pool that a framework discards or restores must not touch it.
     """
-    from cuda.bindings import driver
-
+    driver = _driver()
     status, address = driver.cuMemAlloc(size)
     _check(status, f"allocating {size} bytes")
     (status,) = driver.cuMemsetD32(address, 0, size // 4)
