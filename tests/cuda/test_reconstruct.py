@@ -11,20 +11,27 @@ from vllm_exl3.ops.trellis import decode, hadamard
 SHARDS = (Shard(8, 2, 256, 1152, 0, 1152), Shard(6, 1, 256, 384, 70, 200), Shard(5, 2, 256, 128, 127, 1))
 
 
-def _dense(
-    shard: Shard, words: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, begin: int, dense: torch.Tensor
-) -> None:
-    weights = decode(words.view(shard.trellis_shape), shard.half_bits, shard.codebook).float()
-    whole = hadamard(hadamard(weights.T).T) * suh.float()[:, None] * svh.float()
-    assert 0 < dense.shape[1] <= shard.out_features - begin
-    dense.copy_(whole[:, begin : begin + dense.shape[1]])
+class Decoded:
+    """Stands for the kernel; decodes a shard once, however many windows it is cut into."""
+
+    def __init__(self) -> None:
+        self.whole: dict[Shard, torch.Tensor] = {}
+
+    def __call__(
+        self, shard: Shard, words: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, begin: int, dense: torch.Tensor
+    ) -> None:
+        if shard not in self.whole:
+            weights = decode(words.view(shard.trellis_shape), shard.half_bits, shard.codebook).float()
+            self.whole[shard] = hadamard(hadamard(weights.T).T) * suh.float()[:, None] * svh.float()
+        assert 0 < dense.shape[1] <= shard.out_features - begin
+        dense.copy_(self.whole[shard][:, begin : begin + dense.shape[1]])
 
 
 @pytest.mark.parametrize("mebibytes", ["0", "1", "256"])
 @pytest.mark.parametrize("width", [256, 200])
 def test_windows_cover_every_column_once(mebibytes: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXL3_RECONSTRUCT_MB", mebibytes)
-    monkeypatch.setattr(reconstruct, "_decode", _dense)
+    monkeypatch.setattr(reconstruct, "_decode", Decoded())
     generator = torch.Generator().manual_seed(width)
     trellis = torch.randint(
         -(2**15), 2**15, (sum(s.trellis_words for s in SHARDS),), generator=generator, dtype=torch.int16
