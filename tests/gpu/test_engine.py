@@ -20,6 +20,7 @@ from vllm.model_executor.offloader import get_offloader
 from tests.gpu.engines import DENSE, MOE, ROW_CODED, serving, tokens
 from tests.serving.dense_twin import write_dense_twin
 from tests.serving.engine import PROMPTS, generate, model_of
+from tests.serving.mtp_pack import write_mtp_pack
 from tests.serving.test_lora import EVERY_LAYER, PROMPT, adapter, with_adapters
 from vllm_exl3 import runtime_diagnostics
 from vllm_exl3.serving.offload import PARAMETERS, in_host_memory, inspect_exl3_moe_uva_layer
@@ -33,10 +34,11 @@ PREFETCH = {
 }
 
 
-def test_experts_in_mapped_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_experts_in_mapped_host_memory(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
     expected = tokens(MOE)
     monkeypatch.setenv("VLLM_EXL3_REQUIRE_UVA_EXPERTS", "1")
-    with serving(MOE, **EXPERTS) as llm:
+    with serving(MOE, enforce_eager=eager, **EXPERTS) as llm:
         assert generate(llm, PROMPTS) == expected
         layers = [layer for layer in model_of(llm).modules() if hasattr(layer, "w13_trellis")]
         assert layers and all(inspect_exl3_moe_uva_layer(layer).fully_uva_offloaded for layer in layers)
@@ -119,6 +121,14 @@ def test_a_pack_accepts_what_it_drafts_itself() -> None:
     assert [row[:16] for row in found] == expected
     proposed = counters["vllm:spec_decode_num_draft_tokens"]
     assert counters["vllm:spec_decode_num_accepted_tokens"] > 0.9 * proposed > 0
+
+
+@pytest.mark.parametrize("draft", ["exl3", "mixed"])
+def test_a_pack_s_own_draft_layer_changes_no_token(tmp_path: Path, draft: str) -> None:
+    pack = write_mtp_pack(tmp_path / draft, draft)
+    expected = tokens(pack)
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    assert tokens(pack, enforce_eager=False, speculative_config=speculative) == expected
 
 
 def test_a_second_engine_shares_the_process_and_memory_comes_back() -> None:
