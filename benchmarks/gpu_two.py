@@ -100,7 +100,8 @@ def main(words: list[str] | None = None) -> None:
         extra: dict[str, Any] = {"load_format": "dummy"} if kind == "bf16" else {}
         if arguments.cpu:
             extra |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28, "max_num_batched_tokens": 2048}
-        two_speed.speed(kind, ranks, work / "packs" / kind, work, shape, {**extra, **options})
+        pack = work / "packs" / kind
+        two_speed.speed(kind, ranks, pack, work, shape, {**extra, **options}, profile=not arguments.cpu)
     sys.stdout.flush()
     os._exit(0)  # vLLM's own shutdown can hang for a minute after the last result
 

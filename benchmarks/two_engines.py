@@ -54,10 +54,6 @@ def warm_up() -> None:
     """Import what engines need, for processes that are forked from this one."""
     for module in ("vllm.v1.engine.llm_engine", "vllm.v1.executor.multiproc_executor"):
         importlib.import_module(module)
-    from vllm.model_executor.models import registry
-
-    # vLLM looks at a model's class in a process of its own, which imports everything again.
-    registry._run_in_subprocess = lambda function: function()
 
 
 def load(folder: Path | str, **options: Any) -> Any:

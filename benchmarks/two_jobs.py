@@ -136,7 +136,7 @@ class _Run:
 
     def write(self, row: Row) -> None:
         """One row into the results, in the place of what it measures anew, and onto the screen."""
-        identity = [key for key in ("subject", "kernel", "pack", "mode", "ranks", "m") if key in row]
+        identity = [key for key in ("subject", "kernel", "pack", "mode", "ranks", "rank", "m") if key in row]
         write_results(
             self.out,
             [row],

@@ -45,6 +45,16 @@ class Probe:
         # the last position comes on its own, to be sampled from; then the others, for prompt_logprobs
         return np.concatenate([prompt[0][: length - 1], sampled[0]])
 
+    def probe_profile(self, begin: bool) -> dict[str, float]:
+        """Begin to record kernels, or stop: this rank's microseconds of the GPU by kernel."""
+        if begin:
+            self.probed_profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.probed_profile.start()
+            return {}
+        torch.cuda.synchronize()
+        self.probed_profile.stop()
+        return {event.key: event.self_device_time_total for event in self.probed_profile.key_averages()}
+
     def probe_state(self) -> dict[str, Any]:
         """This rank's memory in bytes and which backend served which op how often."""
         model = self.model_runner.model  # type: ignore[attr-defined]

@@ -33,7 +33,9 @@ _SHORT, _LONG = 16, 144
 _REPEATS = 3
 
 
-def speed(kind: str, ranks: int, pack: Path, out: Path, shape: dict[str, int], options: dict[str, Any]) -> None:
+def speed(
+    kind: str, ranks: int, pack: Path, out: Path, shape: dict[str, int], options: dict[str, Any], *, profile: bool
+) -> None:
     """Start an engine, wait for one's turn, and measure.
 
     Args:
@@ -43,9 +45,8 @@ def speed(kind: str, ranks: int, pack: Path, out: Path, shape: dict[str, int], o
         out: ``NAME.ready`` is made there when the engine is, ``NAME.go`` waited for, ``NAME.rows`` gets a line a row.
         shape: of the model.
         options: further options of the engine.
+        profile: attribute the GPU's time to kernels, at last.
     """
-    import vllm  # noqa: F401  (while another process writes the pack)
-
     name = f"{kind}-{ranks}"
     while not (pack / "complete").exists():
         time.sleep(0.2)
@@ -76,7 +77,10 @@ def speed(kind: str, ranks: int, pack: Path, out: Path, shape: dict[str, int], o
         (out / f"{name}.ready").touch()
         while not (out / f"{name}.go").exists():
             time.sleep(0.1)
-        for row in itertools.chain(_decode(llm, shape["vocab"]), _prefill(llm, shape["vocab"])):
+        measures = [_decode(llm, shape["vocab"]), _prefill(llm, shape["vocab"])]
+        if profile:
+            measures.append(_kernels(llm, shape["vocab"]))
+        for row in itertools.chain(*measures):
             print(json.dumps({**identity, **row}), file=rows)
     (out / f"{name}.done").touch()
 
@@ -123,6 +127,19 @@ def _prefill(llm: Any, vocabulary: int) -> Iterator[dict[str, Any]]:
         took = statistics.median(seconds)
         tokens = count * PROMPT_LENGTH
         yield {"subject": "prefill", "m": tokens, "us": took * 1e6, "tokens_per_second": tokens / took}
+
+
+def _kernels(llm: Any, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """What a rank's GPU does while one sequence is decoded; all-reduces include waiting for the other rank."""
+    prompts = _prompts(1, _DECODED_AFTER, vocabulary)
+    llm.collective_rpc("probe_profile", args=(True,))
+    _seconds(llm, prompts, _LONG)
+    for rank, kernels in enumerate(llm.collective_rpc("probe_profile", args=(False,))):
+        parts = {"exl3": 0.0, "all_reduce": 0.0, "other": 0.0}
+        for name, us in kernels.items():
+            reduces = "cross_device_reduce" in name or "nccl" in name.lower()
+            parts["exl3" if name.startswith("exl3_") else "all_reduce" if reduces else "other"] += us / _LONG
+        yield {"subject": "kernels", "m": 1, "rank": rank, **{f"{part}_us": us for part, us in parts.items()}}
 
 
 def write_bf16_config(folder: Path, shape: dict[str, int]) -> None:
