@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def warm_up() -> None:
     """Import what engines need, for processes that are forked from this one."""
-    for module in ("vllm.v1.engine.llm_engine", "vllm.v1.executor.multiproc_executor"):
+    for module in ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"):
         importlib.import_module(module)
 
 
