@@ -136,8 +136,10 @@ def logits(pack: Path) -> Iterator[Row]:
     for kind in ("bf16", "int4", "stock"):
         os.environ["VLLM_EXL3_INT4_KV"] = "0" if kind == "stock" else "1"
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm.v1.attention.selector import _cached_get_attn_backend
 
         AttentionBackendEnum.TRITON_ATTN.clear_override()
+        _cached_get_attn_backend.cache_clear()
         register_attention()
         options = {"max_num_batched_tokens": limit, "max_model_len": limit, "enforce_eager": True}
         llm = _engine(pack, kind, **options, enable_prefix_caching=False)

@@ -95,9 +95,6 @@ def build(case: Case, device: torch.device | str, dtype: torch.dtype) -> tuple[P
     query = torch.randn(max(1, starts[-1]), case.heads, size, generator=generator).to(dtype)
     sinks = torch.randn(case.heads, generator=generator) * 3 if case.sinks else None
     scale = size**-0.5
-    expected = attention_reference(
-        query, cache, table, list(case.lengths), starts, scale, case.window or None, case.soft_cap, sinks
-    )
     problem = Problem(
         query.to(device),
         _moved(cache, device),
@@ -110,7 +107,11 @@ def build(case: Case, device: torch.device | str, dtype: torch.dtype) -> tuple[P
         case.soft_cap,
         sinks.to(device) if sinks is not None else None,
     )
-    return problem, expected[: starts[-1]]
+    expected = attention_reference(
+        problem.query, problem.cache, problem.table, list(case.lengths), starts, scale, case.window or None,
+        case.soft_cap, problem.sinks,
+    )  # fmt: skip
+    return problem, expected[: starts[-1]].cpu()
 
 
 def _empty_cache(case: Case, pages: int, generator: torch.Generator) -> torch.Tensor:

@@ -162,7 +162,7 @@ def test_write(size: int, page: int, inside: bool) -> None:
         for ours, theirs in zip(decode_slots(got), decode_slots(wanted[token]), strict=True):
             # A value that lies between two steps may fall to either.
             assert (ours - theirs).abs().max() <= 1.01 * (theirs.amax() - theirs.amin()) / 15 + 1e-6
-            assert (ours != theirs).float().mean() <= 0.02
+            assert ((ours - theirs).abs() > 1e-5 * theirs.abs().amax()).float().mean() <= 0.02
     assert (cache.cpu()[~written] == 0xEE).all()
 
 
