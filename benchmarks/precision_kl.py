@@ -19,6 +19,7 @@ import torch
 from embedding_kl import ROOT, WINDOW, divergence, log_probabilities
 from tokenizers import Tokenizer
 
+from vllm_exl3.cuda.prefill_int8 import LEAST_ROWS
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.int8 import MOST_HALF_BITS, WEIGHT_STEP, quantize_rows, weight_bytes
 from vllm_exl3.ops.linear import linear_reference, split_shards
@@ -30,9 +31,6 @@ from vllm_exl3.tools.results import write_results
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "precision_kl.json"
 VARIANTS = {"int8": (True, True), "int8_weights": (True, False), "int8_activations": (False, True)}
 """Whether weights and whether activations are rounded."""
-
-LEAST_ROWS = 256
-"""As the kernel: fewer tokens take the default arithmetic."""
 
 
 class Emulation:

@@ -23,7 +23,7 @@ __all__ = ["LEAST_ROWS", "QUANTIZE", "instances", "prefill_int8", "quantize_rows
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them, for every tile."""
 
-LEAST_ROWS = 256
+LEAST_ROWS = 128
 """Tokens from which on the kernel serves; fewer leave the tensor cores waiting for weights to be decoded."""
 
 _MOST_THREADS, _MOST_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a unit of a row
