@@ -40,6 +40,16 @@ def test_the_signs_are_the_formats() -> None:
     assert set(rotation_signs(256).tolist()) == {-1.0, 1.0}
 
 
+def test_the_signs_are_float32_whatever_vllm_is_building() -> None:
+    # They are cached, and first asked for while vLLM has set the model's type as default.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert rotation_signs.__wrapped__(64).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     size=st.sampled_from((8, 64, 96, 256)),

@@ -43,7 +43,9 @@ def rotation_block(head_size: int) -> int:
 def rotation_signs(block: int) -> torch.Tensor:
     """The transform's signs: float32 ±1 ``[block]`` on the CPU, the same in every process."""
     generator = torch.Generator(device="cpu").manual_seed(_SEED)
-    return 2.0 * torch.bernoulli(torch.full((block,), 0.5, device="cpu"), generator=generator) - 1.0
+    # vLLM changes the default type while it builds a model, and kernels read these as float32.
+    half = torch.full((block,), 0.5, device="cpu", dtype=torch.float32)
+    return 2.0 * torch.bernoulli(half, generator=generator) - 1.0
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:

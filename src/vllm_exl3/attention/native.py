@@ -11,6 +11,7 @@ import torch
 from vllm_exl3.attention.launch import LOG2_E, Problem
 from vllm_exl3.attention.layout import content_bytes
 from vllm_exl3.attention.native_cut import (
+    MERGE_THREADS,
     SIZES,
     THREADS,
     NativeCut,
@@ -193,4 +194,5 @@ def attend(problem: Problem, max_query: int, cut: NativeCut, segments: int, scra
     merge = device.kernel(merge_instance(cut.size))
     rows = problem.requests * max_query * problem.query.shape[1]
     arguments = [merge_arguments_for(problem, decode, cut)]
-    merge.launch((rows, 1), THREADS, merge_shared_bytes(cut.size), stream, arguments, device.limits.dependent_launch)
+    shared = merge_shared_bytes(cut.size)
+    merge.launch((rows, 1), MERGE_THREADS, shared, stream, arguments, device.limits.dependent_launch)

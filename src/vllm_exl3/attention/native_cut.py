@@ -7,12 +7,24 @@ from vllm_exl3.attention.layout import content_bytes
 from vllm_exl3.cuda.compiler import Instance
 
 __all__ = [
-    "MOST_SEGMENTS", "SIZES", "THREADS", "TILE", "NativeCut", "cut_of", "every_instance", "instances_for",
-    "merge_instance", "merge_shared_bytes",
-]  # fmt: skip
+    "MERGE_THREADS",
+    "MOST_SEGMENTS",
+    "SIZES",
+    "THREADS",
+    "TILE",
+    "NativeCut",
+    "cut_of",
+    "every_instance",
+    "instances_for",
+    "merge_instance",
+    "merge_shared_bytes",
+]
 
 TILE, THREADS = 64, 128
 """Tokens of a step and threads of a block: ``KV_TILE`` and ``KV_THREADS`` of kernels/kv_decode_problem.cuh."""
+
+MERGE_THREADS = 256
+"""``KV_MERGE_THREADS`` of kernels/kv_merge.cuh."""
 
 MOST_SEGMENTS = THREADS
 """Each has a thread when they are added up."""
@@ -121,7 +133,7 @@ def merge_instance(size: int) -> Instance:
 
 def merge_shared_bytes(size: int) -> int:
     """Dynamic shared memory of a block that adds up."""
-    return 4 * (_WARPS * size + THREADS + _WARPS)
+    return 4 * (MERGE_THREADS // 32 * (size + 2) + THREADS)
 
 
 def instances_for(size: int, group: int, shared_memory: int) -> list[Instance]:

@@ -11,7 +11,7 @@ void decode(const KvDecodeArgs& args, u32 blocks) {
 
 template <int SIZE>
 void merge(const KvMergeArgs& args, u32 blocks) {
-    launch(blocks, 1, KV_THREADS, 4 * KV_WARPS * SIZE + sizeof(KvSegments), [=] { kv_merge<SIZE>(args); });
+    launch(blocks, 1, KV_MERGE_THREADS, 4 * KV_MERGE_WARPS * SIZE + sizeof(KvSegments), [=] { kv_merge<SIZE>(args); });
 }
 
 // `kernel` as test_kv_host.py numbers them.

@@ -32,9 +32,7 @@ struct KvDecode {
 
     __device__ __forceinline__ KvDecode(const KvDecodeArgs& args, const KvWork& work, KvRows<S::ROWS>& rows, u8* shared)
         : args(args), work(work), rows(rows), shared(shared), base(shared_address(shared)), warp(threadIdx.x / 32),
-          lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), cache(args.cache + i64(work.head) * args.head_stride) {
-        page_number = page_of(work.begin);
-    }
+          lane(threadIdx.x & 31), g(lane >> 2), t(lane & 3), cache(args.cache + i64(work.head) * args.head_stride) {}
 
     __device__ __forceinline__ u32 page_index(u32 token) const {
         return args.page_shift < 32 ? token >> args.page_shift : token / args.page;
@@ -45,13 +43,13 @@ struct KvDecode {
         return tile < work.end && token < work.length ? args.table[i64(work.request) * args.table_stride + page_index(token)] : 0;
     }
 
-    // Starts copying this warp's tokens of a tile, and looks up the next tile's page.
-    __device__ __forceinline__ void fetch(int tile) {
+    // Starts copying this warp's tokens of a tile.
+    __device__ __forceinline__ void fetch(int tile, int stage, int page) {
         const int token = tile * KV_TILE + warp * KV_GROUP;
         if (tile < work.end && token < work.length) {
             const u32 inside = u32(token) - page_index(token) * args.page;
-            const u8* source = cache + i64(page_number) * args.page_stride + u64(inside) * args.slot_stride;
-            const u32 target = base + (tile - work.begin) % S::STAGES * S::STAGE_BYTES + warp * KV_GROUP * S::SLOT;
+            const u8* source = cache + i64(page) * args.page_stride + u64(inside) * args.slot_stride;
+            const u32 target = base + stage * S::STAGE_BYTES + warp * KV_GROUP * S::SLOT;
             constexpr int chunks = KV_GROUP * S::SLOT / S::CHUNK, a_slot = S::SLOT / 8;
 #pragma unroll
             for (int first = 0; first < chunks; first += 32) {
@@ -62,8 +60,11 @@ struct KvDecode {
                 start_copy<S::CHUNK>(target + S::CHUNK * chunk, from);
             }
         }
-        page_number = page_of(tile + 1);
         close_copies();
+    }
+    __device__ __forceinline__ void fetch_next(int tile, int stage) {
+        fetch(tile, stage, page_number);
+        page_number = page_of(tile + 1);
     }
 
     __device__ __forceinline__ void query_words(u32 (&words)[4], int word, int tile) const {
@@ -125,9 +126,9 @@ struct KvDecode {
     }
 
     // Weights of this warp's tokens of a tile, into shared memory; raises tops where weights would grow too large.
-    __device__ __forceinline__ void weigh(int step) {
+    __device__ __forceinline__ void weigh(int step, u32 stage) {
         const int tile = work.begin + step;
-        const u32 slots = base + step % S::STAGES * S::STAGE_BYTES + (warp * KV_GROUP + g) * S::SLOT;
+        const u32 slots = stage + (warp * KV_GROUP + g) * S::SLOT;
         float scores[S::TILES][4];
         multiply_keys(scores, slots);
         const int token = tile * KV_TILE + warp * KV_GROUP + g, first = work.context + work.block;
@@ -148,44 +149,54 @@ struct KvDecode {
             const float factor = masked && token + 8 * i >= work.length ? 1.0f : __uint_as_float(value & ~15u);
             log_scale[i] = binary_logarithm(factor), inverse[i] = reciprocal(factor);
         }
+        const bool capped = args.soft_cap > 0.0f;
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n) {
             const float unit = rows.unit[n];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                scores[n][i] = fmaf(-key_zero[i / 2], rows.sum[8 * n + 2 * t + i % 2], scores[n][i]) * (key_factor[i / 2] * unit);
+            for (int i = 0; i < 4; ++i) {
+                const float product = fmaf(-key_zero[i / 2], rows.sum[8 * n + 2 * t + i % 2], scores[n][i]);
+                scores[n][i] = fmaf(product, key_factor[i / 2] * unit, capped ? 0.0f : log_scale[i / 2]);
+            }
         }
-        if (args.soft_cap > 0.0f) cap(scores);
-        bool raise = false;
-#pragma unroll
-        for (int n = 0; n < S::TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scores[n][i] += log_scale[i / 2];
+        if (capped) cap(scores, log_scale);
         if (masked) mask(scores, token);
-#pragma unroll
-        for (int n = 0; n < S::TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) raise |= scores[n][i] > top[n][i % 2] + KV_ROOM;
-        if (__any_sync(0xffffffffu, raise)) raise_tops(scores, step);
+        float powers[S::TILES][4];
+        if (relate(powers, scores)) {
+            raise_tops(scores, step);
+            relate(powers, scores);
+        }
         const u32 weights = base + S::WEIGHTS_AT + (step & 1) * S::ROWS * S::WEIGHT_PITCH + (warp * KV_GROUP + g) * 2;
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float p = power_of_two(scores[n][i] - top[n][i % 2]);
+                const float p = power_of_two(powers[n][i]);
                 total[n][i % 2] = fmaf(p, inverse[i / 2], total[n][i % 2]);
                 store_half(weights + (8 * n + 2 * t + i % 2) * S::WEIGHT_PITCH + i / 2 * 16, float_to_half(p));
             }
     }
 
-    __device__ __forceinline__ void cap(float (&scores)[S::TILES][4]) const {
+    // Scores relative to tops; true in every lane if one in the warp is too large.
+    __device__ __forceinline__ bool relate(float (&powers)[S::TILES][4], const float (&scores)[S::TILES][4]) const {
+        bool found = false;
+#pragma unroll
+        for (int n = 0; n < S::TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                powers[n][i] = scores[n][i] - top[n][i % 2];
+                found |= powers[n][i] > KV_ROOM;
+            }
+        return __any_sync(0xffffffffu, found);
+    }
+    __device__ __forceinline__ void cap(float (&scores)[S::TILES][4], const float (&log_scale)[2]) const {
         constexpr float log2_e = 1.4426950408889634f;
 #pragma unroll
         for (int n = 0; n < S::TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float grown = power_of_two(scores[n][i] * (2.0f * log2_e / args.soft_cap)) + 1.0f;
-                scores[n][i] = args.soft_cap * log2_e * (1.0f - 2.0f * reciprocal(grown));
+                scores[n][i] = fmaf(args.soft_cap * log2_e, 1.0f - 2.0f * reciprocal(grown), log_scale[i / 2]);
             }
     }
     // Takes out what a row does not see; `token` is the first of this thread's.
@@ -204,10 +215,10 @@ struct KvDecode {
         for (int n = 0; n < S::TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
+                const float old = top[n][i];
                 float most = fmaxf(scores[n][i], scores[n][i + 2]);
 #pragma unroll
                 for (int mask = 4; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
-                const float old = top[n][i];
                 if (most > old + KV_ROOM) move_top(n, i, ceilf(most) - KV_FRESH);
             }
         if (lane == 0) rows.changed[step & 1] = step + 1;
@@ -254,11 +265,11 @@ struct KvDecode {
     }
 
     // Adds the tile's values, of this warp's elements, by the weights of all its tokens.
-    __device__ __forceinline__ void add_values(int step) {
+    __device__ __forceinline__ void add_values(int step, u32 stage) {
         u32 factors[S::TILES][KV_WARPS];
         const bool changed = rows.changed[step & 1] == u32(step + 1);
         if (changed) follow_tops(factors);
-        const u32 stage = base + step % S::STAGES * S::STAGE_BYTES, weights = base + S::WEIGHTS_AT + (step & 1) * S::ROWS * S::WEIGHT_PITCH;
+        const u32 weights = base + S::WEIGHTS_AT + (step & 1) * S::ROWS * S::WEIGHT_PITCH;
 #pragma unroll
         for (int group = 0; group < KV_WARPS / S::SHARE; ++group) {
             const int k = S::SHARE == 1 ? group : group * S::SHARE + warp / S::SLICES;
@@ -355,20 +366,32 @@ __device__ __forceinline__ void kv_decode(const KvDecodeArgs& args) {
     KvWork work;
     if (!work.find(args)) return;
     KvDecode<S> block(args, work, rows, shared);
-#pragma unroll 1
-    for (int step = 0; step < S::STAGES - 1; ++step) block.fetch(work.begin + step);
-    load_queries<S>(args, work, rows, shared);
+    {
+        int pages[S::STAGES];  // all loads at once: pages, queries, keys and values
+        KvQuery<S> query;
+#pragma unroll
+        for (int stage = 0; stage < S::STAGES; ++stage) pages[stage] = block.page_of(work.begin + stage);
+        query.load(args, work);
+#pragma unroll
+        for (int stage = 0; stage < S::STAGES - 1; ++stage) block.fetch(work.begin + stage, stage, pages[stage]);
+        block.page_number = pages[S::STAGES - 1];
+        rotate_queries<S>(query, args, rows, shared);
+    }
     block.hold_queries();
     block.reset();
     const int steps = work.end - work.begin;
+    int stage = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
+        const u32 slots = block.base + stage * S::STAGE_BYTES;
         wait_for_copies<S::STAGES - 2>();
         __syncwarp();
-        block.weigh(step);
+        block.weigh(step, slots);
         __syncthreads();
-        block.fetch(work.begin + step + S::STAGES - 1);  // into the stage of the step before, which all have left
-        block.add_values(step);
+        // Into the stage of the step before, which all have left.
+        block.fetch_next(work.begin + step + S::STAGES - 1, stage ? stage - 1 : S::STAGES - 1);
+        block.add_values(step, slots);
+        stage = stage + 1 < S::STAGES ? stage + 1 : 0;
     }
     let_next_start();
     block.finish();

@@ -23,19 +23,39 @@ __device__ __forceinline__ void load_elements(float (&values)[COUNT], const void
     }
 }
 
-// 16 threads a row, 8 rows at a time. A word of keys holds 8 elements; its pairs of nibbles (0,4), (1,5), (2,6), (3,7) meet
-// queries in that order. Odd elements come 16 times too large, so their queries are a sixteenth.
+// The elements of a block's query rows, 16 threads a row, 8 rows a tile.
 template <class S>
-__device__ __forceinline__ void load_query_tile(const KvDecodeArgs& args, const KvWork& work, KvRows<S::ROWS>& rows, u8* shared, int tile) {
+struct KvQuery {
+    static constexpr int COUNT = S::SIZE / 16;
+    float values[S::TILES][COUNT];
+    int position[S::TILES];
+
+    __device__ __forceinline__ void load(const KvDecodeArgs& args, const KvWork& work) {
+        const int part = threadIdx.x & 15;
+#pragma unroll
+        for (int tile = 0; tile < S::TILES; ++tile) {
+            int token, query_head;
+            const bool exists = work.row(args, 8 * tile + threadIdx.x / 16, S::ROWS, token, query_head);
+            const i64 at = exists ? i64(work.start + token) * args.query_stride + query_head * S::SIZE : 0;
+            load_elements(values[tile], args.query, at + part * COUNT, args.query_type);
+            if (!exists) {
+#pragma unroll
+                for (int j = 0; j < COUNT; ++j) values[tile][j] = 0.0f;
+            }
+            position[tile] = exists ? work.context + token : -1;  // what does not exist sees nothing
+        }
+    }
+};
+
+// Rotates 8 rows and leaves them in shared memory. A word of keys holds 8 elements; its pairs of nibbles (0,4), (1,5), (2,6),
+// (3,7) meet queries in that order. Odd elements come 16 times too large, so their queries are a sixteenth.
+template <class S>
+__device__ __forceinline__ void rotate_query_tile(
+    float (&v)[S::SIZE / 16], int position, const KvDecodeArgs& args, KvRows<S::ROWS>& rows, u8* shared, int tile) {
     constexpr int COUNT = S::SIZE / 16;
     const int thread = threadIdx.x, lane = thread & 31, part = thread & 15, row = 8 * tile + thread / 16;
-    int token, query_head;
-    const bool exists = work.row(args, row, S::ROWS, token, query_head);
-    float v[COUNT];
-    const i64 at = exists ? i64(work.start + token) * args.query_stride + query_head * S::SIZE : 0;
-    load_elements(v, args.query, at + part * COUNT, args.query_type);
 #pragma unroll
-    for (int j = 0; j < COUNT; ++j) v[j] = exists ? v[j] * args.signs[part * COUNT + j] : 0.0f;
+    for (int j = 0; j < COUNT; ++j) v[j] *= args.signs[part * COUNT + j];
 #pragma unroll
     for (int step = 1; step < COUNT; step *= 2)
 #pragma unroll
@@ -73,7 +93,7 @@ __device__ __forceinline__ void load_query_tile(const KvDecodeArgs& args, const 
     }
     if (part == 0) {
         rows.raised[row] = -1024.0f * (even + odd), rows.sum[row] = fmaf(16.0f, odd, even);
-        rows.unit[tile] = exp2f(-exponent), rows.position[row] = work.context + token;
+        rows.unit[tile] = exp2f(-exponent), rows.position[row] = position;
         rows.old_top[row] = KV_LOWEST;
         for (int warp = 0; warp < KV_WARPS; ++warp) rows.tops[row][warp] = KV_LOWEST;
     }
@@ -81,8 +101,8 @@ __device__ __forceinline__ void load_query_tile(const KvDecodeArgs& args, const 
 }
 
 template <class S>
-__device__ __forceinline__ void load_queries(const KvDecodeArgs& args, const KvWork& work, KvRows<S::ROWS>& rows, u8* shared) {
+__device__ __forceinline__ void rotate_queries(KvQuery<S>& query, const KvDecodeArgs& args, KvRows<S::ROWS>& rows, u8* shared) {
     if (threadIdx.x < 2) rows.changed[threadIdx.x] = 0;
-#pragma unroll 1
-    for (int tile = 0; tile < S::TILES; ++tile) load_query_tile<S>(args, work, rows, shared, tile);
+#pragma unroll
+    for (int tile = 0; tile < S::TILES; ++tile) rotate_query_tile<S>(query.values[tile], query.position[tile], args, rows, shared, tile);
 }
