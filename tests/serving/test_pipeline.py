@@ -12,8 +12,9 @@ import pytest
 from tests.serving.conftest import PACKS
 from tests.serving.engine import PROMPTS, engine, generate
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("name", ["llama_odd-4.0-mul1", "qwen3_moe-3.0-mul1"])
 def test_two_stages_give_one_stages_tokens(name: str) -> None:
     with engine(PACKS / name) as llm:

