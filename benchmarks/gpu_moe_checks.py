@@ -10,8 +10,9 @@ from gpu_moe_layers import INST3, MCG, MUL1, GpuLayer, Kind, every_kind, random_
 
 from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda import runtime
+from vllm_exl3.cuda.moe_gemm import forms, gemm_instance
 from vllm_exl3.cuda.moe_geometry import MoeForm
-from vllm_exl3.cuda.moe_plan import COMBINE, GROUP_ROWS, ROUTE, ROWS, forms, gemm_instance
+from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS
 
 BOUND = 1e-3
 """Relative Frobenius error of a whole layer: three linears within 5e-4 each, two multiplied and one after them."""
@@ -72,7 +73,7 @@ def prepare(layers: Iterable[Iterable[Kind]]) -> None:
     started = time.perf_counter()
     codes = [tuple(sorted({(round(2 * bits), codebook) for bits, codebook in kinds})) for kinds in layers]
     wanted = [gemm_instance(code, form) for code in codes for form in every_form()]
-    device.prepare([ROWS, *GROUP_ROWS, ROUTE, COMBINE, *wanted])
+    device.prepare([ROWS, *GROUP_ROWS, COUNT, ROUTE, COMBINE, COMBINE_ROWS, *wanted])
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -203,6 +204,10 @@ def check_ranks(checks: Checks, seed: int) -> None:
 def check_determinism(checks: Checks, seed: int) -> None:
     """Alone or in a batch; eager or replayed, with other inputs and another routing; no host synchronisation."""
     layer = random_layer(16, 1024, 384, [(4, MUL1), (3, MCG), (2.5, MUL1)], seed=seed)
+    x, route = torch.randn(100, 1024, device="cuda").half(), random_routing(100, 16, 4, seed)
+    grouped = [run(layer, x, route, form) for form in every_form() if form.wide]
+    for index, found in enumerate(grouped[1:]):
+        checks.same(f"grouped form {index + 1} and the first", found, grouped[0])
     for form in every_form():
         x, route = torch.randn(48, 1024, device="cuda").half(), random_routing(48, 16, 4, seed)
         whole = run(layer, x, route, form)

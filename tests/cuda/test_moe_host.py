@@ -24,8 +24,9 @@ from vllm_exl3.pack.stored import Codebook
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 
 H200 = typical_limits("sm_90a")
-IDENTITY, WIDE, WIDEST = MoeForm(True, 4), MoeForm(False, 128), MoeForm(False, 256)
-ROUTE, ROWS, GROUP_ROWS, COMBINE, GEMM = 0, 1, (2, 3), 4, {IDENTITY: 5, WIDE: 6, WIDEST: 7}
+IDENTITY, THIN, WIDE, WIDEST = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64), MoeForm(False, 256)
+ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
+GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10}
 BLOCKS = 2
 """Thread blocks of a GEMM: few, so that every block has several items."""
 
@@ -70,14 +71,23 @@ def arguments_of(
         activation=ACTIVATION_KINDS.index(layer.activation[0]), **plan.values,
     )  # fmt: skip
     base, parts = memory.place(np.full(plan.scratch, 0xFF, np.uint8)), plan.parts
-    for part in ("order", "places", "blocks", "chunks", "list_sizes", "starts"):
+    for part in (
+        "order",
+        "places",
+        "blocks",
+        "chunks",
+        "list_sizes",
+        "totals",
+        "row_largest",
+        "scale_largest",
+        "starts",
+    ):
         setattr(args, part, base + parts[part])
     first, second = args.stages
-    first.rows, first.out, first.out_scales = (base + parts[part] for part in ("first_rows", "hidden", "out_scales"))
+    first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
     second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
-    second.out_scales = first.out_scales + 4 * args.slots * first.projections * first.out_features // 128
     for stage, before in ((first, 0), (second, first.projections)):
-        stage.undo, stage.sums = (base + parts[part] + 4 * args.slots * before for part in ("undo", "sums"))
+        stage.undo, stage.sums = (base + parts[part] + 4 * plan.fact_rows * before for part in ("undo", "sums"))
     return args
 
 
@@ -115,15 +125,22 @@ def run(
         library.run_kernel(ctypes.byref(args), kernel, int(mixed), *grid, threads, shared)
 
     if plan.route is not None:
-        launch(ROUTE, (1, 1), *plan.route)
+        blocks, rows, threads, shared = plan.route
+        if blocks > 1:
+            launch(COUNT, (blocks, 1), threads, 4 * experts)
+        launch(ROUTE, (blocks, rows), threads, shared)
     for index, stage in enumerate(args.stages):
         args.stage = index
         if plan.route is not None:
-            launch(GROUP_ROWS[index], (BLOCKS, 1), 256, plan.group_shared[index] or 0)
+            launch(GROUP_ROWS[index], (BLOCKS, 1), plan.group_threads[index], plan.group_shared[index])
         else:
             launch(ROWS, (args.slots + 1 - index, stage.projections), 256, plan.rows_shared[index])
-        launch(GEMM[form], (BLOCKS, 1), 256 * form.pairs if form.wide else 256, plan.gemm_shared)
-    launch(COMBINE, (tokens, 1), 256, 0)
+        threads = plan.gemm_threads[index] if form.wide else 256  # the host builds one of two numbers of warps
+        launch(GEMM[form], (BLOCKS, 1), threads, plan.gemm_shared)
+    if plan.route is not None:
+        launch(COMBINE_ROWS, (-(-tokens // 2), 1), plan.combine_threads, 0)
+    else:
+        launch(COMBINE, (tokens, 1), 256, 0)
     return torch.from_numpy(out)
 
 
@@ -147,6 +164,8 @@ CASES = {
     "decode": (IDENTITY, 3, 256, 256, UNIFORM, 5, 2, {}),
     "decode, mixed, biases": (IDENTITY, 3, 200, 256, MIXED, 6, 2, OAI),
     "prefill": (WIDE, 3, 256, 256, UNIFORM, 9, 2, {}),
+    "prefill, thin": (THIN, 3, 256, 384, UNIFORM, 60, 2, {}),
+    "prefill, more than eight choices": (THIN, 11, 128, 128, UNIFORM, 5, 10, {}),
     "prefill, odd strips, biases": (WIDE, 2, 256, 320, UNIFORM, 40, 1, OAI),
     "prefill, mixed": (WIDE, 2, 256, 256, MIXED, 35, 1, RELU2),
     "prefill, 256 rows": (WIDEST, 1, 128, 256, UNIFORM, 140, 1, {}),
@@ -182,7 +201,7 @@ def test_shared_input_scales_and_router_weights_on_the_input(library: ctypes.CDL
     assert torch.equal(shared, apart)
 
 
-@pytest.mark.parametrize("form", [IDENTITY, WIDE, WIDEST], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [IDENTITY, THIN, WIDE, WIDEST], ids=lambda form: form.name)
 def test_a_row_does_not_depend_on_its_batch(library: ctypes.CDLL, form: MoeForm) -> None:
     layer = random_layer(2, 128, 128, UNIFORM)
     x = torch.randn((7, 128), generator=torch.Generator().manual_seed(5))
@@ -226,7 +245,7 @@ def test_rows_of_any_magnitude_keep_to_themselves(library: ctypes.CDLL, form: Mo
 
 
 def test_the_fat_threshold_changes_no_bit(library: ctypes.CDLL) -> None:
-    """One row block of 70 rows, or 64 and 6: and a thin expert beside it."""
+    """Two row blocks of 40 and 30 rows, or three of up to 24: and a thin expert beside it."""
     layer = random_layer(2, 128, 128, UNIFORM)
     x = torch.randn((73, 128), generator=torch.Generator().manual_seed(7))
     weights, ids = torch.rand(73, 1), (torch.arange(73).view(73, 1) >= 70).int()
@@ -248,3 +267,54 @@ def test_every_activation(library: ctypes.CDLL, form: MoeForm, name: str) -> Non
     x = torch.randn((3, 128), generator=torch.Generator().manual_seed(6))
     route = (torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32))
     assert error(run(library, layer, x, route, form), layer.oracle(x, *route)) < bound(form)
+
+
+@pytest.mark.parametrize("tokens", [90, 700, 1500])
+def test_slots_are_sorted_by_one_block_or_several(library: ctypes.CDLL, tokens: int) -> None:
+    experts, top_k = 7, 3
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    ids[ids == 5] = 0  # an expert without rows
+    shape = Layer(
+        ((0, 8, Codebook.MUL1), (1, 8, Codebook.MUL1), (2, 8, Codebook.MUL1)), experts, experts, top_k, 128, 128
+    )
+    plan, memory = plan_moe(shape, tokens, WIDE, 32, H200), Memory()
+    args = MoeArgs(ids=memory.place(ids.numpy()), **plan.values)
+    scratch = np.full(plan.scratch, 0xFF, np.uint8)
+    base = scratch.ctypes.data
+    for part in (
+        "order",
+        "places",
+        "blocks",
+        "chunks",
+        "list_sizes",
+        "totals",
+        "row_largest",
+        "scale_largest",
+        "starts",
+    ):
+        setattr(args, part, base + plan.parts[part])
+    assert plan.route is not None
+    blocks, _, threads, shared = plan.route
+    assert (blocks > 1) == (tokens > 90)
+    if blocks > 1:
+        library.run_kernel(ctypes.byref(args), COUNT, 0, blocks, 1, threads, 4 * experts)
+    library.run_kernel(ctypes.byref(args), ROUTE, 0, blocks, 1, threads, shared)
+
+    def found(part: str, count: int) -> np.ndarray:
+        return scratch[plan.parts[part] :][: 4 * count].view(np.int32)
+
+    flat, starts, places = ids.numpy().ravel(), found("starts", experts + 1), found("places", ids.numel())
+    counts = np.bincount(flat[flat >= 0], minlength=experts)
+    assert (starts == np.concatenate([[0], np.cumsum(-(-counts // 8) * 8)])).all()
+    for expert in range(experts):
+        mine = np.flatnonzero(flat == expert)
+        assert (places[mine] == starts[expert] + np.arange(len(mine))).all()
+        assert (found("order", starts[-1])[places[mine]] == mine).all()
+    assert (places[flat < 0] == -1).all()
+    for size, part, most in zip(found("list_sizes", 2), ("blocks", "chunks"), (64, 16), strict=True):
+        listed = found(part, 4 * size).reshape(size, 4)
+        assert (np.bincount(listed[:, 0], listed[:, 2], experts) == counts).all()
+        assert listed[:, 2].max() <= most
+        assert (listed[:, 1] % 8 == 0).all()
+        ends = listed[:, 1] + listed[:, 2]
+        assert all(ends[i] == listed[i + 1, 1] for i in range(size - 1) if listed[i, 0] == listed[i + 1, 0])

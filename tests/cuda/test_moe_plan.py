@@ -11,8 +11,9 @@ import torch
 from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
 from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
+from vllm_exl3.cuda.moe_gemm import forms
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, forms, plan_moe
+from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
@@ -158,14 +159,19 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
             assert made.values["padded_rows"] >= rows
             assert sizes["order"] >= 4 * rows
             first, second = made.stages
+            outputs = rows if form.wide else slots
+            item = 2 if form.wide else 4
+            assert sizes["first_rows"] >= item * outputs * second["out_features"]
+            assert sizes["hidden"] >= item * outputs * first["projections"] * first["out_features"]
+            # Sums are read in groups of a form's rows, beyond the last.
+            beyond = form.tile_rows if form.wide else 0
+            assert made.fact_rows >= outputs
+            assert sizes["sums"] >= 4 * (made.fact_rows * (first["projections"] + 1) + beyond)
             assert sizes["first_rows"] >= 2 * rows * first["projections"] * first["in_features"]
             assert sizes["second_rows"] >= 2 * rows * second["in_features"]
-        outputs = slots * made.stages[0]["projections"] * made.stages[0]["out_features"]
-        item = 2 if form.wide else 4
-        assert sizes["first_rows"] >= item * slots * made.stages[1]["out_features"]
-        assert sizes["hidden"] >= item * outputs
-        if form.wide:
-            assert sizes["out_scales"] >= 4 * (outputs + slots * made.stages[1]["out_features"]) // 128
+        assert sizes["row_largest"] >= 4 * tokens
+        if made.route is not None:
+            assert sizes["totals"] >= 4 * made.route[0] * shape.experts
         assert all(offset % 256 == 0 for offset in made.parts.values())
         assert made.gemm_shared <= H200.shared_memory
         assert made.rows_shared[0] >= 16 + 4 * made.stages[0]["in_features"]
@@ -177,8 +183,11 @@ def test_the_ring_is_deep_enough_at_every_rate() -> None:
         shape = Layer(tuple((p, half_bits, MUL1) for p in range(3)), 8, 8, 2, 4096, 2048)
         for form in forms(H200):
             if form.wide:
-                # decoding runs one unit ahead of the products, and one more is on its way
-                assert plan_moe(shape, 100, form, 64, H200).values["ring_stages"] >= 4
+                # decoding runs one slot ahead of the products, and one more is on its way
+                values = plan_moe(shape, 100, form, 64, H200).values
+                one = 4 * values["weight_pitch"] + values["activation_stride"]
+                assert values["ring_stages"] >= 3
+                assert values["ring_stages"] * values["ring_stride"] >= 4 * one
 
 
 def test_precompiling_knows_what_a_packs_experts_mix() -> None:
@@ -191,7 +200,8 @@ def test_precompiling_knows_what_a_packs_experts_mix() -> None:
         assert all(set(instances(shape, H200)) <= set(wanted) for shape in shapes)
         assert GROUP_ROWS[1] in wanted
         assert not any(
-            instance.source == "moe_wide.cu" for instance in expert_instances(codes, typical_limits("sm_80"))
+            instance.source in ("moe_wide.cu", "moe_cluster.cu")
+            for instance in expert_instances(codes, typical_limits("sm_80"))
         )
 
 

@@ -40,7 +40,7 @@ class Run:
 
 def grouped_reference(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     """The CPU backend's grouping with the reference's linear."""
-    return grouped_experts(linear_reference, x, *arguments)  # type: ignore[arg-type]
+    return grouped_experts(linear_reference, x, moe_module.MoECall(*arguments))  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["reference", "grouped", "native"])

@@ -8,6 +8,7 @@ does not depend on the other tokens of its batch.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.activation import activate
 from vllm_exl3.ops.experts import TABLE_COLUMNS, Projection, unpack_expert
-from vllm_exl3.ops.moe import local_ids
+from vllm_exl3.ops.moe import Flat, MoECall, local_ids
 from vllm_exl3.ops.shards import pack_shards
 
 __all__ = ["grouped_experts", "moe_native"]
@@ -26,54 +27,31 @@ _ROWS_AT_ONCE = 1024
 """Rows of one expert that are in work at a time: bounds the scratch, whatever the prompt's length."""
 
 
-def moe_native(x: torch.Tensor, *arguments: object) -> torch.Tensor:
+def moe_native(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """The op (see `vllm_exl3.ops.moe.moe`) on the C++ library."""
     linear = backends.find("linear", "cpu", "native")
     assert linear is not None  # `_unavailable` has said so
-    return grouped_experts(linear.function, x, *arguments)  # type: ignore[arg-type]
+    return grouped_experts(linear.function, x, MoECall(*arguments))
 
 
-def grouped_experts(
-    linear: Linear,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    w13_trellis: torch.Tensor,
-    w13_suh: torch.Tensor,
-    w13_svh: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2_trellis: torch.Tensor,
-    w2_suh: torch.Tensor,
-    w2_svh: torch.Tensor,
-    w2_bias: torch.Tensor | None,
-    table: torch.Tensor,
-    kinds: list[int],
-    intermediate_size: int,
-    activation: str,
-    alpha: float,
-    beta: float,
-    limit: float,
-    apply_router_weight_on_input: bool,
-) -> torch.Tensor:
-    """The op with ``linear(x, trellis, suh, svh, bias, shards)`` for the projections."""
-    hidden_size, top_k = x.shape[1], topk_ids.shape[1]
-    rows, weights = x.float(), topk_weights.float().reshape(-1, 1)
+def grouped_experts(linear: Linear, x: torch.Tensor, call: MoECall) -> torch.Tensor:
+    """The op with ``linear(x, trellis, suh, svh, bias, shards)`` for the projections; the table is on the CPU."""
+    hidden_size, top_k = x.shape[1], call.topk_ids.shape[1]
+    rows, weights = x.float(), call.topk_weights.float().reshape(-1, 1)
     output = torch.zeros_like(rows)
 
-    w13 = (w13_trellis, w13_suh, w13_svh, w13_bias)
-    w2 = (w2_trellis, w2_suh, w2_svh, w2_bias)
-    for expert, slots in _groups(local_ids(topk_ids, expert_map), table.shape[0]):
-        first, down = _views(table[expert].numpy().tobytes(), intermediate_size, hidden_size)
+    for expert, slots in _groups(local_ids(call.topk_ids, call.expert_map), call.table.shape[0]):
+        first, down = _views(call.table[expert].numpy().tobytes(), call.intermediate_size, hidden_size)
         for part in slots.split(_ROWS_AT_ONCE):
             token = part.div(top_k, rounding_mode="floor")
             weight = weights[part]
             values = rows[token]
-            if apply_router_weight_on_input:
+            if call.apply_router_weight_on_input:
                 values *= weight
-            values = activate(activation, _project(linear, values, w13, first), alpha, beta, limit)
-            values = _project(linear, values, w2, down)
-            output.index_add_(0, token, values if apply_router_weight_on_input else values.mul_(weight))
+            values = _project(linear, values, call.w13, first)
+            values = activate(call.activation, values, call.alpha, call.beta, call.limit)
+            values = _project(linear, values, call.w2, down)
+            output.index_add_(0, token, values if call.apply_router_weight_on_input else values.mul_(weight))
     return output.to(x.dtype)
 
 
@@ -85,10 +63,7 @@ class _View:
     shards: tuple[int, ...]
 
 
-_Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-def _project(linear: Linear, values: torch.Tensor, tensors: _Flat, view: _View) -> torch.Tensor:
+def _project(linear: Linear, values: torch.Tensor, tensors: Flat, view: _View) -> torch.Tensor:
     trellis, suh, svh, bias = tensors
     at = view.ranges
     return linear(

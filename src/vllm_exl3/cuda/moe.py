@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,19 +17,20 @@ from vllm_exl3.cuda import dispatch, moe_dispatch, runtime
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.moe_gemm import exact, gemm_instance
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm
 from vllm_exl3.cuda.moe_plan import (
     COMBINE,
+    COMBINE_ROWS,
+    COUNT,
     GROUP_ROWS,
     ROUTE,
     ROW_THREADS,
     ROWS,
     MoePlan,
-    exact,
-    gemm_instance,
     plan_moe,
 )
-from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.ops.moe import MoECall
 
 __all__ = ["instances", "moe", "prepare"]
 
@@ -38,69 +40,48 @@ _COMBINE_CHANNELS = 1024
 """Channels that a block of moe_combine.cu adds up."""
 
 
-def moe(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    w13_trellis: torch.Tensor,
-    w13_suh: torch.Tensor,
-    w13_svh: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2_trellis: torch.Tensor,
-    w2_suh: torch.Tensor,
-    w2_svh: torch.Tensor,
-    w2_bias: torch.Tensor | None,
-    table: torch.Tensor,
-    kinds: list[int],
-    intermediate_size: int,
-    activation: str,
-    alpha: float,
-    beta: float,
-    limit: float,
-    apply_router_weight_on_input: bool,
-    *,
-    form: MoeForm | None = None,
-) -> torch.Tensor:
+def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.Tensor:
     """The op; arguments as `vllm_exl3.ops.moe.moe` without the layer class.
 
     Args:
+        x: ``[M, hidden]``.
+        arguments: those of `MoECall`.
         form: how to multiply; chosen by the number of tokens when None.
     """
+    call = MoECall(*arguments)
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
-    weights = topk_weights.to(torch.float32).contiguous()
-    ids = (topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.int()).contiguous()
-    local = None if expert_map is None else expert_map.to(torch.int32).contiguous()
-    experts = table.shape[0]
+    weights, ids = call.topk_weights.to(torch.float32).contiguous(), call.topk_ids
+    ids = (ids if ids.dtype in (torch.int32, torch.int64) else ids.int()).contiguous()
+    local = None if call.expert_map is None else call.expert_map.to(torch.int32).contiguous()
+    experts = call.table.shape[0]
     layer = Layer(
-        kinds=_triples(kinds),
+        kinds=_triples(call.kinds),
         experts=experts,
         total_experts=experts if local is None else local.numel(),
         top_k=ids.shape[1],
         hidden=x.shape[1],
-        intermediate=intermediate_size,
+        intermediate=call.intermediate_size,
     )
     device = runtime.device(x.device.index)
-    arguments = MoeArgs(
-        table=table.data_ptr(),
+    filled = MoeArgs(
+        table=call.table.data_ptr(),
         expert_map=0 if local is None else local.data_ptr(),
         x_stride=x.stride(0),
         out_stride=out.stride(0),
         x_type=ELEMENTS[x.dtype],
         out_type=ELEMENTS[x.dtype],
         wide_ids=int(ids.dtype == torch.int64),
-        weight_on_input=int(apply_router_weight_on_input),
-        activation=ACTIVATION_KINDS.index(activation),
-        alpha=alpha,
-        beta=beta,
-        limit=limit,
+        weight_on_input=int(call.apply_router_weight_on_input),
+        activation=ACTIVATION_KINDS.index(call.activation),
+        alpha=call.alpha,
+        beta=call.beta,
+        limit=call.limit,
     )
-    tensors = ((w13_trellis, w13_suh, w13_svh, w13_bias), (w2_trellis, w2_suh, w2_svh, w2_bias))
-    for stage, flat in zip(arguments.stages, tensors, strict=True):
+    for stage, flat in zip(filled.stages, (call.w13, call.w2), strict=True):
         for (name, dtype), tensor in zip(_LEAVES.items(), flat, strict=True):
             setattr(stage, name, 0 if tensor is None else checked_address(name, tensor, dtype))
     choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=dispatch.batch_invariant())
@@ -109,12 +90,12 @@ def moe(
     window = choice.window
     for start in range(0, x.shape[0], window):
         part = slice(start, start + window)
-        arguments.x, arguments.out = x[part].data_ptr(), out[part].data_ptr()
-        arguments.weights, arguments.ids = weights[part].data_ptr(), ids[part].data_ptr()
+        filled.x, filled.out = x[part].data_ptr(), out[part].data_ptr()
+        filled.weights, filled.ids = weights[part].data_ptr(), ids[part].data_ptr()
         _launch(
             device,
             plan_moe(layer, min(window, x.shape[0] - start), choice.form, choice.fat_rows, device.limits),
-            arguments,
+            filled,
             x.device,
         )
     return out
@@ -146,41 +127,54 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
     for stage, values in zip(arguments.stages, plan.stages, strict=True):
         for name, value in values.items():
             setattr(stage, name, value)
-    for name in ("order", "places", "blocks", "chunks", "list_sizes", "starts"):
+    for name in (
+        "order",
+        "places",
+        "blocks",
+        "chunks",
+        "list_sizes",
+        "totals",
+        "row_largest",
+        "scale_largest",
+        "starts",
+    ):
         setattr(arguments, name, base + parts[name])
     first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
     second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
     slots = arguments.slots
-    first.out_scales = base + parts["out_scales"]
-    second.out_scales = first.out_scales + 4 * slots * first.projections * first.out_features // BLOCK
     for stage, before in ((first, 0), (second, first.projections)):
-        stage.undo, stage.sums = (base + parts[name] + 4 * slots * before for name in ("undo", "sums"))
+        stage.undo, stage.sums = (base + parts[name] + 4 * plan.fact_rows * before for name in ("undo", "sums"))
 
     dependent = device.limits.dependent_launch
-    rows, combine = device.kernel(ROWS), device.kernel(COMBINE)
     if plan.route is not None:
-        threads, shared = plan.route
+        blocks, others, threads, shared = plan.route
+        if blocks > 1:
+            device.kernel(COUNT).launch((blocks, 1), threads, 4 * arguments.experts, stream, [arguments], dependent)
         route = device.kernel(ROUTE)
         route.allow_shared(shared)
-        route.launch((1, 1), threads, shared, stream, [arguments], dependent)
+        route.launch((blocks, others), threads, shared, stream, [arguments], dependent)
     for index, stage in enumerate(arguments.stages):
         arguments.stage = index
         sorting = index == 0 and plan.route is None
-        group_shared = plan.group_shared[index]
-        if plan.route is not None and group_shared is not None:
+        if plan.route is not None:
+            shared = plan.group_shared[index]
             group = device.kernel(GROUP_ROWS[index])
-            group.allow_shared(group_shared)
-            group.launch((plan.group_grid, 1), ROW_THREADS, group_shared, stream, [arguments], dependent)
+            group.allow_shared(shared)
+            group.launch((plan.group_grid, 1), plan.group_threads[index], shared, stream, [arguments], dependent)
         else:
-            shared = plan.rows_shared[index]
+            shared, rows = plan.rows_shared[index], device.kernel(ROWS)
             rows.allow_shared(shared)
             rows.launch((slots + sorting, stage.projections), ROW_THREADS, shared, stream, [arguments], dependent)
         gemm = device.kernel(plan.gemms[index])
         gemm.allow_shared(plan.gemm_shared)
         grid, threads = (plan.gemm_grid[index], 1), plan.gemm_threads[index]
-        gemm.launch(grid, threads, plan.gemm_shared, stream, [arguments], dependent)
-    columns = -(-second.out_width // _COMBINE_CHANNELS)
-    combine.launch((arguments.tokens, columns), 256, 0, stream, [arguments], dependent)
+        gemm.launch(grid, threads, plan.gemm_shared, stream, [arguments], dependent, plan.gemm_cluster)
+    if plan.route is not None:
+        grid, threads = (-(-arguments.tokens // 2), 1), plan.combine_threads
+        device.kernel(COMBINE_ROWS).launch(grid, threads, 0, stream, [arguments], dependent)
+    else:
+        grid = (arguments.tokens, -(-second.out_width // _COMBINE_CHANNELS))
+        device.kernel(COMBINE).launch(grid, 256, 0, stream, [arguments], dependent)
 
 
 def prepare(layers: Iterable[tuple[tuple[int, ...], int, int, int, int]], device: torch.device) -> None:
@@ -212,8 +206,7 @@ def check_shared(layer: Layer, limits: GpuLimits) -> None:
     """
     for form in moe_dispatch.every_form(layer, limits):
         plan = plan_moe(layer, 1, form, 0, limits)
-        grouped = plan.group_shared if plan.route is not None else (None, None)
-        needed = max((rows for rows, group in zip(plan.rows_shared, grouped, strict=True) if group is None), default=0)
+        needed = max(plan.rows_shared if plan.route is None else plan.group_shared)
         if needed > limits.shared_memory:
             raise ValueError(
                 f"routed experts of {layer.hidden} and {layer.intermediate} channels, {layer.experts} of them: found "
@@ -232,5 +225,5 @@ def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
     forms = moe_dispatch.every_form(layer, limits)
     gemms = [gemm_instance(layer.codes, form) for form in forms]
     gemms += [gemm_instance(layer.codes, form, alone=True) for form in forms if exact(layer.codes, form)]
-    grouped = [ROUTE, *GROUP_ROWS] if limits.warpgroups else []
+    grouped = [COUNT, ROUTE, *GROUP_ROWS, COMBINE_ROWS] if limits.warpgroups else []
     return [ROWS, COMBINE, *grouped, *gemms]

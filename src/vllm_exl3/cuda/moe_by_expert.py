@@ -3,19 +3,18 @@
 It reads the routing on the host, so it cannot be captured in a CUDA graph: serve with ``--enforce-eager``.
 """
 
+from typing import Any
+
 import torch
 
 from vllm_exl3.cpu.moe import grouped_experts
 from vllm_exl3.cuda import exllamav3
+from vllm_exl3.ops.moe import MoECall
 
 __all__ = ["moe_exllamav3"]
 
-_TABLE = 11
-"""Which of the op's arguments after ``x`` is the table."""
 
-
-def moe_exllamav3(x: torch.Tensor, *arguments: object) -> torch.Tensor:
+def moe_exllamav3(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """The op; arguments as `vllm_exl3.ops.moe.moe` without the layer class."""
-    table = arguments[_TABLE]
-    assert isinstance(table, torch.Tensor)
-    return grouped_experts(exllamav3.linear, x, *arguments[:_TABLE], table.cpu(), *arguments[_TABLE + 1 :])  # type: ignore[arg-type]
+    call = MoECall(*arguments)
+    return grouped_experts(exllamav3.linear, x, call._replace(table=call.table.cpu()))

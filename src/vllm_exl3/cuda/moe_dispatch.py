@@ -17,6 +17,10 @@ _MUL1_ROWS, _PAIR_ROWS = 6.0, 8.0
 """Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 4 and 8
 (benchmarks/results/h200/moe.json); mcg and 3INST: what one decoding serves."""
 
+_WIDE_ROWS = {32: 20.0, 64: 52.0}
+"""Up to how many tokens an expert, on average, row blocks of this size win; above them those of 256 do. Measured on an
+H200 (benchmarks/results/h200/moe.json) between 14 and 32, and between 40 and 57."""
+
 _LARGEST_INTEGER_WIDTH = 16384
 """Input channels up to which sums of products of bytes fit 32 bits."""
 
@@ -74,14 +78,11 @@ def decode_form(layer: Layer, *, one_class: bool = False) -> MoeForm:
 
 
 def prefill_form(layer: Layer, tokens: int, limits: GpuLimits) -> MoeForm:
-    """The grouped prefill's form.
-
-    With wgmma row blocks of 128: those of 256 were 2 to 3 % faster for two of five measured shapes at 8192 tokens, and
-    7 to 13 % slower for the others.
-    """
+    """The grouped prefill's form: with wgmma by the tokens an expert has on average."""
+    rows = tokens * layer.top_k / layer.total_experts
     if limits.warpgroups:
-        return MoeForm(False, 128)
-    return MoeForm(False, 8 if tokens * layer.top_k <= 4 * layer.total_experts else 16)
+        return MoeForm(False, next((size for size, most in _WIDE_ROWS.items() if rows <= most), 256))
+    return MoeForm(False, 8 if rows <= 4 else 16)
 
 
 def _fat_rows(form: MoeForm) -> int:
@@ -92,6 +93,6 @@ def _fat_rows(form: MoeForm) -> int:
 def every_form(layer: Layer, limits: GpuLimits) -> list[MoeForm]:
     """The forms that some number of tokens chooses for a layer, whatever the variables say."""
     forms = [decode_form(layer), decode_form(layer, one_class=True)]
-    for tokens in (1, 1 << 10, 1 << 20):
-        forms.append(prefill_form(layer, tokens, limits))
+    for rows in (1, *(most for most in _WIDE_ROWS.values()), 1 << 20):
+        forms.append(prefill_form(layer, int(rows * layer.total_experts), limits))
     return list(dict.fromkeys(forms))

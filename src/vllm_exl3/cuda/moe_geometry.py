@@ -37,7 +37,7 @@ class MoeStage(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = (
-        *_fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out", "out_scales"),
+        *_fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out"),
         *_fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
     )
 
@@ -49,12 +49,14 @@ class MoeArgs(ctypes.Structure):
     _fields_ = (
         ("stages", MoeStage * 2),
         *_fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
-        *_fields(ctypes.c_uint64, "chunks", "list_sizes", "starts"),
+        *_fields(ctypes.c_uint64, "chunks", "list_sizes", "totals", "row_largest"),
+        *_fields(ctypes.c_uint64, "scale_largest", "starts"),
         *_fields(ctypes.c_int64, "x_stride", "out_stride"),
         *_fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
         *_fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
-        *_fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "ring_stages", "ring_stride"),
-        *_fields(ctypes.c_uint32, "weight_pitch", "weight_on_input", "activation"),
+        *_fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "keep_hidden", "ring_stages"),
+        *_fields(ctypes.c_uint32, "ring_stride", "weight_pitch", "activation_stride", "weight_on_input"),
+        *_fields(ctypes.c_uint32, "activation"),
         *_fields(ctypes.c_float, "alpha", "beta", "limit"),
     )
 
@@ -77,9 +79,9 @@ class MoeForm:
         return self.tile_rows > NARROW
 
     @property
-    def pairs(self) -> int:
-        """Pairs of warpgroups in a block of the warpgroup kernel."""
-        return 1 if self.tile_rows > 128 else 2
+    def cluster(self) -> int:
+        """Thread blocks of the warpgroup kernel that share activations: more than one in moe_cluster.cuh."""
+        return 2 if self.tile_rows > 64 else 1
 
     @property
     def name(self) -> str:

@@ -1,25 +1,23 @@
 """Kernels, grids, shared memory and scratch of one call of the MoE op: arithmetic on shapes, without torch or a GPU."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, GpuLimits, round_up
-from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
-from vllm_exl3.pack.stored import BLOCK, Codebook
+from vllm_exl3.cuda.geometry import GpuLimits, round_up
+from vllm_exl3.cuda.moe_gemm import exact, gemm_instance, plan_gemm
+from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
+from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
     "COMBINE",
+    "COMBINE_ROWS",
+    "COUNT",
     "GROUP_ROWS",
     "ROUTE",
     "ROWS",
     "ROW_THREADS",
     "MoePlan",
-    "exact",
-    "forms",
-    "gemm_instance",
-    "narrow_blocks",
     "plan_moe",
 ]
 
@@ -29,30 +27,33 @@ GROUP_ROWS = tuple(
 )
 """The input transforms where rows are grouped, of both stages."""
 
+COUNT = Instance("moe_route.cu", "exl3_moe_count")
 ROUTE = Instance("moe_route.cu", "exl3_moe_route")
 COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
+COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
+"""The weighted sum where rows are grouped."""
 
 ROW_THREADS = 256
 """Of moe_rows.cuh."""
-
-_NARROW_THREADS, _GROUP_ROWS = 256, 8
-"""Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
-
-_LIGHT_HALF_BITS = 8
-"""Up to this 2·K the identities of four rows need no more than 80 registers."""
 
 _CHUNK_ROWS = 16
 """Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
 
 _ALIGN = 256
 _ROUTE_SHARED = 64 << 10
-"""Bytes of shared memory that the sorting block's counts may take: decides its warps."""
+"""Bytes of shared memory that a single sorting block's counts may take: decides its warps."""
 
-_STASH_BYTES = 4 * 2 * 32 * 16 + 4 * 16 * 4
-"""Of moe_group_rows.cuh: what the second stage's transform keeps of a chunk's 128-block."""
+_ROUTE_SLOTS, _ROUTE_BLOCKS = 1024, 64
+"""Slots from which on there is a sorting block for each so many, and at most how many blocks."""
 
-_BARRIER_BYTES, _STAGING_BYTES, _STAGES = 512, 32 * (BLOCK + 4) * 4, 12
-"""Of moe_wide.cuh: bytes before the staging area, bytes of that a pair, and units in the ring at most."""
+_LARGEST_BLOCKS = 512
+"""Blocks that find tokens' largest values, at most."""
+
+_GATE_BYTES, _KEPT_BYTES = 16 * BLOCK * 4, 4 * 2 * 32 * 16 + 4 * 16 * 4
+"""Of moe_group_hidden.cuh, of a chunk's 128-block: a warp's room for gates, and what is kept of what was activated."""
+
+_SUMS_BEYOND = 256
+"""Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,77 +63,39 @@ class MoePlan:
     Attributes:
         gemms: the GEMM's instance for each stage.
         gemm_grid: its blocks, at most, for each stage.
+        gemm_cluster: blocks of its clusters.
         gemm_threads: threads of its blocks, for each stage.
         gemm_shared: its dynamic shared memory.
-        route: threads and shared memory of the sorting launch, or None where the input transform sorts.
-        rows_shared: dynamic shared memory of the input transforms of both stages.
+        route: the sorting launch, or None where the input transform sorts: its blocks in x, which sort, and in y;
+            threads and shared memory.
+        rows_shared: dynamic shared memory of the input transforms of both stages where rows lie by slot.
         group_grid: blocks of the input transforms where rows are grouped.
-        group_shared: their dynamic shared memory; None for the second stage's where it would not fit.
+        group_threads: their threads.
+        group_shared: their dynamic shared memory.
+        combine_threads: threads of the weighted sum's blocks where rows are grouped; one for each pair of tokens.
         values: fields of `MoeArgs` that follow from the shapes.
         stages: fields of its two `MoeStage`.
         scratch: bytes of scratch.
         parts: where its parts begin.
+        fact_rows: rows that `undo` and `sums` have for each projection.
     """
 
     gemms: tuple[Instance, Instance]
     gemm_grid: tuple[int, int]
+    gemm_cluster: int
     gemm_threads: tuple[int, int]
     gemm_shared: int
-    route: tuple[int, int] | None
+    route: tuple[int, int, int, int] | None
     rows_shared: tuple[int, int]
     group_grid: int
-    group_shared: tuple[int, int | None]
+    group_threads: tuple[int, int]
+    group_shared: tuple[int, int]
+    combine_threads: int
     values: dict[str, int]
     stages: tuple[dict[str, int], dict[str, int]]
     scratch: int
     parts: dict[str, int]
-
-
-def forms(limits: GpuLimits) -> list[MoeForm]:
-    """Every form that a GPU can run."""
-    found = [MoeForm(True, 4), MoeForm(True, 8), MoeForm(False, 8), MoeForm(False, 16)]
-    return [*found, MoeForm(False, 128), MoeForm(False, 256)] if limits.warpgroups else found
-
-
-def narrow_blocks(codes: Sequence[tuple[int, int]], form: MoeForm) -> int:
-    """Blocks of the kernel of mma.sync that a multiprocessor holds: three where registers suffice for it."""
-    light = all(half_bits % 2 == 0 and half_bits <= _LIGHT_HALF_BITS for half_bits, _ in codes)
-    return 3 if form.identity and form.tile_rows == 4 and light else 2
-
-
-def exact(codes: Sequence[tuple[int, int]], form: MoeForm) -> bool:
-    """Whether all sums are of integers, so that their order decides nothing, and few enough for twice the warps."""
-    return form == MoeForm(True, 4) and all(codebook == Codebook.MUL1 for _, codebook in codes)
-
-
-def gemm_instance(codes: Sequence[tuple[int, int]], form: MoeForm, *, alone: bool = False) -> Instance:
-    """The grouped GEMM for these (2·K, codebook).
-
-    Args:
-        codes: what occurs in the layer.
-        form: how to multiply.
-        alone: whether an item has a multiprocessor to itself; only where sums are exact.
-    """
-
-    def arithmetic(codebook: int) -> Arithmetic:
-        if not form.identity:
-            return Arithmetic.HALF
-        return Arithmetic.INTEGER if codebook == Codebook.MUL1 else Arithmetic.PAIR
-
-    rows = NARROW if form.wide else form.tile_rows
-    kinds = ", ".join(
-        f"Kind<{half_bits}, {codebook}, {int(arithmetic(codebook))}, {rows}>" for half_bits, codebook in codes
-    )
-    if form.wide:
-        macros = (("INSTANCE_PAIRS", str(form.pairs)), ("INSTANCE_KINDS", kinds))
-        return Instance("moe_wide.cu", "exl3_moe_wide", macros)
-    macros = (
-        ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
-        ("INSTANCE_WARPS", "16" if alone else "8"),
-        ("INSTANCE_BLOCKS", "1" if alone else str(narrow_blocks(codes, form))),
-        ("INSTANCE_KINDS", kinds),
-    )
-    return Instance("moe_gemm.cu", "exl3_moe_gemm", macros)
+    fact_rows: int
 
 
 def _route_shared(warps: int, experts: int) -> int:
@@ -140,30 +103,21 @@ def _route_shared(warps: int, experts: int) -> int:
     return 4 * experts * (warps + 4)
 
 
-@dataclass(frozen=True, slots=True)
-class _Gemm:
-    """What depends on the GEMM's kernel: threads and shared memory of a block, blocks that run at once, strips that
-    a block takes at once, and arguments."""
-
-    threads: int
-    shared: int
-    resident: int
-    width: int
-    values: dict[str, int]
+def _even_warps(blocks: int) -> int:
+    """Warps of a thread block that goes over so many 128-blocks, such that none is idle in the last round."""
+    most = ROW_THREADS // 32
+    return -(-blocks // -(-blocks // most))
 
 
-def _gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> _Gemm:
-    if not form.wide:
-        values = {"thin_rows": form.tile_rows, "row_padding": 1, "grouped": 0}
-        return _Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
-    pitch = form.pairs * 8 * 16 * max(half_bits for half_bits, _ in layer.codes) + ROW_PAD
-    fixed, stride = _BARRIER_BYTES + form.pairs * _STAGING_BYTES, 4 * pitch + form.tile_rows * UNIT_IN * 2
-    stages = min(_STAGES, (limits.shared_memory - fixed) // stride)
-    values = {
-        "thin_rows": form.tile_rows // 2, "row_padding": _GROUP_ROWS, "grouped": 1, "ring_stages": stages,
-        "ring_stride": stride, "weight_pitch": pitch,
-    }  # fmt: skip
-    return _Gemm(256 * form.pairs, fixed + stages * stride, limits.multiprocessors, form.pairs, values)
+def _route(largest: int, slots: int, experts: int) -> tuple[int, int, int, int]:
+    """`MoePlan.route`: one block with as many warps as fit sorts, or many small ones; others find `largest` values."""
+    blocks, warps = min(_ROUTE_BLOCKS, slots // _ROUTE_SLOTS), ROW_THREADS // 32
+    if blocks <= 1:
+        blocks, warps = 1, 32
+        while warps > 8 and _route_shared(warps, experts) > _ROUTE_SHARED:
+            warps //= 2
+    others = min(-(-largest // (warps * blocks)), _LARGEST_BLOCKS // blocks)
+    return blocks, 1 + others, 32 * warps, _route_shared(warps, experts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -179,25 +133,30 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     """
     slots, first = tokens * layer.top_k, layer.projections - 1
     hidden, intermediate = round_up(layer.hidden, BLOCK), round_up(layer.intermediate, BLOCK)
-    gemm = _gemm(layer, form, limits)
+    gemm = plan_gemm(layer, form, limits)
     padding, least = gemm.values["row_padding"], min(form.tile_rows, gemm.values["thin_rows"])
     padded = min(slots * padding, round_up(slots + layer.experts * (padding - 1), padding))
     blocks = min(slots, slots // least + layer.experts)
-    item = 2 if form.wide else 4
+    item, rows = (2, padded) if form.wide else (4, slots)  # of outputs; in all
+    facts = 4 * (rows * (first + 1) + (_SUMS_BEYOND if form.wide else 0))
+
+    route = _route(tokens + layer.experts * first, slots, layer.experts)
 
     sizes = {
         # The first stage's rows are dead when the second stage's outputs are written.
-        "first_rows": max(first * padded * hidden * 2, slots * hidden * item),
-        "hidden": first * slots * intermediate * item,
-        "out_scales": 4 * slots * (first * intermediate + hidden) // BLOCK if form.wide else 0,
+        "first_rows": max(first * padded * hidden * 2, rows * hidden * item),
+        "hidden": first * rows * intermediate * item,
         "second_rows": padded * intermediate * 2,
-        "undo": 4 * slots * (first + 1),
-        "sums": 4 * slots * (first + 1),
+        "undo": facts,
+        "sums": facts,
         "order": 4 * padded,
         "places": 4 * slots,
         "blocks": 16 * blocks,
         "chunks": 16 * (padded // _CHUNK_ROWS + layer.experts) if form.wide else 0,
         "list_sizes": 8,
+        "totals": 4 * route[0] * layer.experts,
+        "row_largest": 4 * tokens,
+        "scale_largest": 4 * layer.experts * first,
         "starts": 4 * (layer.experts + 1),
     }
     parts, scratch = {}, 0
@@ -215,31 +174,36 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
             "out_width": layer.hidden, "out_features": hidden,
         },
     )  # fmt: skip
+    warps = [_even_warps(stage["in_features"] // BLOCK) for stage in stages]
+    totals = [4 * _CHUNK_ROWS * stage["in_features"] // BLOCK for stage in stages]
+    gates = totals[1] + (warps[1] * _GATE_BYTES if first > 1 else 0)
+    kept = gates + intermediate // BLOCK * _KEPT_BYTES
+    keep = kept <= limits.shared_memory - 1024
     values = {
         "tokens": tokens, "top_k": layer.top_k, "slots": slots, "experts": layer.experts,
         "mapped": layer.total_experts, "projections": layer.projections, "tile_rows": form.tile_rows,
-        "fat_rows": fat_rows, "padded_rows": padded, "identity": int(form.identity), **gemm.values,
+        "fat_rows": fat_rows, "padded_rows": padded, "identity": int(form.identity),
+        "keep_hidden": int(keep), **gemm.values,
     }  # fmt: skip
     items = [blocks * stage["projections"] * -(-stage["out_features"] // (gemm.width * BLOCK)) for stage in stages]
     # Few items leave a multiprocessor's other warps idle, so they get twice the warps.
     alone = [exact(layer.codes, form) and count <= limits.multiprocessors for count in items]
-    route_warps = 32
-    while route_warps > 8 and _route_shared(route_warps, layer.experts) > _ROUTE_SHARED:
-        route_warps //= 2
-    totals = [4 * _CHUNK_ROWS * stage["in_features"] // BLOCK for stage in stages]
-    stash = totals[1] + intermediate // BLOCK * _STASH_BYTES
     sorting = 0 if form.wide else _route_shared(ROW_THREADS // 32, layer.experts)
     return MoePlan(
         gemms=(gemm_instance(layer.codes, form, alone=alone[0]), gemm_instance(layer.codes, form, alone=alone[1])),
-        gemm_grid=(min(gemm.resident, items[0]), min(gemm.resident, items[1])),
+        gemm_grid=(form.cluster * min(gemm.resident, items[0]), form.cluster * min(gemm.resident, items[1])),
+        gemm_cluster=form.cluster,
         gemm_threads=(gemm.threads << alone[0], gemm.threads << alone[1]),
         gemm_shared=gemm.shared,
-        route=(32 * route_warps, _route_shared(route_warps, layer.experts)) if form.wide else None,
-        group_grid=min(8 * limits.multiprocessors, (padded // _CHUNK_ROWS + layer.experts) * first),
-        group_shared=(totals[0], stash if stash <= limits.shared_memory - 1024 else None),
+        route=route if form.wide else None,
+        group_grid=min(8 * limits.multiprocessors, padded // _CHUNK_ROWS + layer.experts),
+        group_threads=(32 * warps[0], 32 * warps[1]),
+        group_shared=(first * totals[0], kept if keep else gates + warps[1] * _KEPT_BYTES),
+        combine_threads=32 * _even_warps(hidden // BLOCK),
         rows_shared=(max(16 + 4 * hidden, sorting), 16 + 4 * intermediate),
         values=values,
         stages=stages,
         scratch=scratch,
         parts=parts,
+        fact_rows=rows,
     )

@@ -7,6 +7,8 @@ projection an EXL3 linear as in `vllm_exl3.ops.linear`. Experts that this rank d
 nothing: with expert or tensor parallelism the result is this rank's share of the sum.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 
 from vllm_exl3.ops import backends
@@ -15,7 +17,10 @@ from vllm_exl3.ops.experts import unpack_expert
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import pack_shards
 
-__all__ = ["local_ids", "moe", "moe_reference"]
+__all__ = ["Flat", "MoECall", "local_ids", "moe", "moe_reference"]
+
+Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Trellis, suh, svh and bias of a layer's experts, one projection after the other."""
 
 _library = torch.library.Library("vllm_exl3", "FRAGMENT")
 _library.define(
@@ -27,33 +32,10 @@ _library.define(
 )
 
 
-def moe(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    w13_trellis: torch.Tensor,
-    w13_suh: torch.Tensor,
-    w13_svh: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2_trellis: torch.Tensor,
-    w2_suh: torch.Tensor,
-    w2_svh: torch.Tensor,
-    w2_bias: torch.Tensor | None,
-    table: torch.Tensor,
-    kinds: list[int],
-    intermediate_size: int,
-    activation: str,
-    alpha: float,
-    beta: float,
-    limit: float,
-    apply_router_weight_on_input: bool,
-    layer_class: str,
-) -> torch.Tensor:
-    """Run the routed experts of one layer, with the fastest backend for the device.
+class MoECall(NamedTuple):
+    """The op's arguments after ``x``, without the layer class: what a backend's function takes.
 
-    Args:
-        x: ``[M, hidden]`` float16, bfloat16 or float32.
+    Attributes:
         topk_weights: float32 ``[M, top_k]``.
         topk_ids: int32 or int64 ``[M, top_k]``: experts, by their number in the whole model; negative for none.
         expert_map: int ``[all experts]``: the number of each on this rank, or -1; None when all are here.
@@ -74,35 +56,53 @@ def moe(
         beta: second number of the activation.
         limit: where the activation clips; infinity for nowhere.
         apply_router_weight_on_input: multiply ``x`` by the routing weight instead of the expert's output.
-        layer_class: what the call counter files this call under.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    expert_map: torch.Tensor | None
+    w13_trellis: torch.Tensor
+    w13_suh: torch.Tensor
+    w13_svh: torch.Tensor
+    w13_bias: torch.Tensor | None
+    w2_trellis: torch.Tensor
+    w2_suh: torch.Tensor
+    w2_svh: torch.Tensor
+    w2_bias: torch.Tensor | None
+    table: torch.Tensor
+    kinds: list[int]
+    intermediate_size: int
+    activation: str
+    alpha: float
+    beta: float
+    limit: float
+    apply_router_weight_on_input: bool
+
+    @property
+    def w13(self) -> Flat:
+        """Trellis, suh, svh and bias of gate and up."""
+        return self.w13_trellis, self.w13_suh, self.w13_svh, self.w13_bias
+
+    @property
+    def w2(self) -> Flat:
+        """The same of down."""
+        return self.w2_trellis, self.w2_suh, self.w2_svh, self.w2_bias
+
+
+def moe(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Run the routed experts of one layer, with the fastest backend for the device.
+
+    Args:
+        x: ``[M, hidden]`` float16, bfloat16 or float32.
+        arguments: those of `MoECall`, and the layer class: what the call counter files this call under.
 
     Returns:
         ``[M, hidden]`` in the dtype of ``x``, summed in float32.
     """
+    *call, layer_class = arguments
     backend = backends.select("moe", x.device.type, moe_reference).backend
     backends.count_call("moe", backend.name, layer_class)
-    output: torch.Tensor = backend.function(
-        x,
-        topk_weights,
-        topk_ids,
-        expert_map,
-        w13_trellis,
-        w13_suh,
-        w13_svh,
-        w13_bias,
-        w2_trellis,
-        w2_suh,
-        w2_svh,
-        w2_bias,
-        table,
-        kinds,
-        intermediate_size,
-        activation,
-        alpha,
-        beta,
-        limit,
-        apply_router_weight_on_input,
-    )
+    output: torch.Tensor = backend.function(x, *call)
     return output
 
 
@@ -115,36 +115,14 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
     return torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
 
 
-def moe_reference(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    w13_trellis: torch.Tensor,
-    w13_suh: torch.Tensor,
-    w13_svh: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2_trellis: torch.Tensor,
-    w2_suh: torch.Tensor,
-    w2_svh: torch.Tensor,
-    w2_bias: torch.Tensor | None,
-    table: torch.Tensor,
-    kinds: list[int],
-    intermediate_size: int,
-    activation: str,
-    alpha: float,
-    beta: float,
-    limit: float,
-    apply_router_weight_on_input: bool,
-) -> torch.Tensor:
+def moe_reference(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """The op in plain PyTorch, in float32: what every backend is compared with, and the last resort."""
-    ids = local_ids(topk_ids, expert_map)
+    call = MoECall(*arguments)
+    ids = local_ids(call.topk_ids, call.expert_map)
     output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
 
     def project(rows: torch.Tensor, first: bool, index: int, outputs: int) -> torch.Tensor:
-        trellis, suh, svh, bias = (
-            (w13_trellis, w13_suh, w13_svh, w13_bias) if first else (w2_trellis, w2_suh, w2_svh, w2_bias)
-        )
+        trellis, suh, svh, bias = call.w13 if first else call.w2
         part = projections[index]
         values = linear_reference(
             rows,
@@ -156,19 +134,20 @@ def moe_reference(
         )
         return values
 
-    for expert, row in enumerate(table.tolist()):
+    for expert, row in enumerate(call.table.tolist()):
         token, slot = torch.where(ids == expert)
         if not len(token):
             continue
         projections = unpack_expert(row)
-        weight = topk_weights[token, slot].float().unsqueeze(1)
+        weight = call.topk_weights[token, slot].float().unsqueeze(1)
         rows = x[token].float()
-        if apply_router_weight_on_input:
+        if call.apply_router_weight_on_input:
             rows = rows * weight
         down = len(projections) - 1
-        hidden = torch.cat([project(rows, True, index, intermediate_size) for index in range(down)], dim=1)
-        values = project(activate(activation, hidden, alpha, beta, limit), False, down, x.shape[1])
-        output.index_add_(0, token, values if apply_router_weight_on_input else values * weight)
+        hidden = torch.cat([project(rows, True, index, call.intermediate_size) for index in range(down)], dim=1)
+        hidden = activate(call.activation, hidden, call.alpha, call.beta, call.limit)
+        values = project(hidden, False, down, x.shape[1])
+        output.index_add_(0, token, values if call.apply_router_weight_on_input else values * weight)
     return output.to(x.dtype)
 
 

@@ -4,7 +4,7 @@
 #include "barrier.cuh"
 #include "moe_group_hidden.cuh"
 #include "moe_route.cuh"
-#define INSTANCE_CLUSTER 1
+#define INSTANCE_CLUSTER 1  // the host knows no larger ones
 #include "moe_cluster.cuh"
 
 #define INSTANCE_STAGE 0
@@ -24,10 +24,11 @@
 #include "moe_gemm.cuh"
 
 using One = Kind<8, 2, 2, 16>;
-template <int PAIRS, int ROWS, int LEAST, int STEP, bool MIXED>
+// Units of a slot as vllm_exl3/cuda/moe_gemm.py chooses them.
+template <int ROWS, bool MIXED>
 void wide(const MoeArgs& args) {
-    if constexpr (MIXED) moe_wide<PAIRS, ROWS, LEAST, STEP, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
-    else moe_wide<PAIRS, ROWS, LEAST, STEP, WideKinds<One>>(args);
+    if constexpr (MIXED) moe_wide<ROWS == 32 ? 2 : 1, ROWS, 16, 16, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
+    else moe_wide<ROWS == 32 ? 2 : 1, ROWS, 16, 16, WideKinds<One>>(args);
 }
 template <bool MIXED>
 void cluster(const MoeArgs& args) {
@@ -47,8 +48,8 @@ extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_
     launch(grid_x, grid_y, block, shared, [=] {
         if (kernel < 7) simple[kernel](*args);
         else if (kernel == 7) mixed ? narrow<true>(*args) : narrow<false>(*args);
-        else if (kernel == 8) mixed ? wide<1, 32, 16, 16, true>(*args) : wide<1, 32, 16, 16, false>(*args);
-        else if (kernel == 9) mixed ? wide<2, 128, 32, 32, true>(*args) : wide<2, 128, 32, 16, false>(*args);
+        else if (kernel == 8) mixed ? wide<32, true>(*args) : wide<32, false>(*args);
+        else if (kernel == 9) mixed ? wide<64, true>(*args) : wide<64, false>(*args);
         else mixed ? cluster<true>(*args) : cluster<false>(*args);
     });
 }

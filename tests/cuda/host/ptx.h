@@ -32,6 +32,8 @@ inline void ptx_lg2_approx_ftz_f32(float& d, float a) { d = std::log2(a); }
 inline void ptx_rcp_approx_ftz_f32(float& d, float a) { d = 1.0f / a; }
 template <int = 0> inline void ptx_setmaxnreg_dec_sync_aligned_u32() {}
 template <int = 0> inline void ptx_setmaxnreg_inc_sync_aligned_u32() {}
+inline void ptx_min_NaN_f32(float& d, float a, float b) { d = a != a ? a : b != b ? b : std::min(a, b); }
+inline void ptx_max_NaN_f32(float& d, float a, float b) { d = a != a ? a : b != b ? b : std::max(a, b); }
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_griddepcontrol_launch_dependents() {}
 

@@ -85,6 +85,8 @@ inline auto collect(unsigned value, const F& function) {
     return result;
 }
 inline unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
+inline float __expf(float v) { return expf(v); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
 
 inline unsigned __shfl_sync(unsigned, unsigned v, unsigned lane) { return collect(v, [=](auto& all, int) { return all[lane & 31]; }); }

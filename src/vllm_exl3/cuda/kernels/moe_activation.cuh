@@ -5,14 +5,28 @@
 // The values are those of vllm_exl3/cuda/moe_geometry.py; un-gated ones follow the gated ones.
 enum ActivationKind : u32 { SWIGLU = 0, SWIGLU_STEP, SITU, GELU, GELU_TANH, SILU_UNGATED, GELU_UNGATED, GELU_TANH_UNGATED, RELU2_UNGATED };
 
-__device__ __forceinline__ float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
+// By the approximate exponential and reciprocal, which are within 2^-20.
+__device__ __forceinline__ float sigmoid(float v) {
+    float power, result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+    return result;
+}
 __device__ __forceinline__ float gelu(float v) { return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f)); }
 __device__ __forceinline__ float gelu_tanh(float v) {
     return 0.5f * v * (1.0f + tanhf(0.79788456080286536f * (v + 0.044715f * (v * v * v))));
 }
 // NaN stays NaN, which fminf and fmaxf would hide.
-__device__ __forceinline__ float at_most(float v, float limit) { return v > limit ? limit : v; }
-__device__ __forceinline__ float within(float v, float limit) { return v > limit ? limit : v < -limit ? -limit : v; }
+__device__ __forceinline__ float at_most(float v, float limit) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(v), "f"(limit));
+    return least;
+}
+__device__ __forceinline__ float within(float v, float limit) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(at_most(v, limit)), "f"(-limit));
+    return most;
+}
 
 // Un-gated kinds take `up` alone.
 template <u32 KIND>

@@ -1,4 +1,4 @@
-// out[token] = sum of its slots' rows times their routing weights, in float32, in the order of the choices.
+// out[token] = sum of its slots' rows times their routing weights, in float32, in the order of the choices; where rows lie by slot.
 #include "moe_problem.cuh"
 
 constexpr int COMBINE_THREADS = 256;
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) exl3_moe_combine(c
         for (u32 i = 0; i < AT_ONCE; ++i) {
             const u32 slot = token * args.top_k + first + i;
             const bool counts = first + i < args.top_k && expert_of(args, slot) >= 0;
-            rows[i] = counts ? stage_output(args, down, slot, 0, channel) : make_float4(0, 0, 0, 0);
+            rows[i] = counts ? stage_output(down, slot, 0, channel) : make_float4(0, 0, 0, 0);
             weights[i] = !counts ? 0.0f : args.weight_on_input ? 1.0f : args.weights[slot];
         }
 #pragma unroll

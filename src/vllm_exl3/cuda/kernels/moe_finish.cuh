@@ -1,86 +1,40 @@
-// The end of an item of the grouped GEMM for many rows: output Hadamard, scales, bias, and rows rounded to fp16.
+// The end of an item of the grouped GEMM for many rows: sums are rounded to fp16 and stored as they lie, without the output
+// Hadamard, which whoever reads them applies: here the tensor cores would wait for it.
+//
+// `out` lies [row in `order`][projection][out_features]. Of every 16 channels c, in place 2·(c mod 8) + c / 8, so that a lane
+// stores both its channels as one word. One power of two fits all rows: they are scaled such that before the transform no
+// channel exceeds 2^7.5, and that of each the largest is at least half of it; so sums of k channels against the codebooks'
+// unit variance are about 2^6.5 to 2^7.5·sqrt(k), and 2^7.5·k if they all conspire.
 #pragma once
 #include "moe_ring.cuh"
-#include "moe_strip.cuh"
+#include "rotation.cuh"
 
-constexpr float MUL1_FACTOR = 1774.0f / 262144.0f;            // k_inv, fp16 0x1EEE
-constexpr float MUL1_RATIO = -10.3828125f / MUL1_FACTOR;      // k_bias / k_inv, k_bias fp16 0xC931
+constexpr float MUL1_FACTOR = 1774.0f / 262144.0f;  // k_inv, fp16 0x1EEE
+constexpr float MUL1_OFFSET = -10.3828125f;         // k_bias, fp16 0xC931
+constexpr float STORED_SCALE = 0x1p-7f;
 
-// One lane's sixteen channels of a row: rounded to fp16 below 2^15, the 128 channels' scale apart.
-__device__ __forceinline__ void store_rounded(const MoeStage& stage, const float (&v)[4][4], u64 at, int lane, bool exists) {
-    u32 bits = 0;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) bits = max(bits, magnitude_bits(v[j]));
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
-    if (!exists) return;
-    // 2^e at the largest magnitude becomes 2^14; a NaN or an infinity stays what it is.
-    const u32 exponent = min(max(bits >> 23, 15u), 254u);
-    const float factor = __uint_as_float((268u - exponent) << 23);
-    u16* out = static_cast<u16*>(stage.out) + at * STRIP + 4 * (lane & 7);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-        *reinterpret_cast<uint2*>(out + 32 * j) =
-            make_uint2(half_pair(v[j][0] * factor, v[j][1] * factor), half_pair(v[j][2] * factor, v[j][3] * factor));
-    if ((lane & 7) == 0) stage.out_scales[at] = __uint_as_float((exponent - 14u) << 23);
-}
-
-// Output Hadamard, scales and bias of a pair's Hadamard block; eight lanes take a row.
 template <int ROWS, class Pair>
-__device__ __forceinline__ void finish_rows(float (&sums)[ROWS / 2], const Pair& pair, const RowBlock& rows, u32 index, u32 strip) {
+__device__ __forceinline__ void finish_rows(const float (&sums)[ROWS / 2], const Pair& pair, const RowBlock& rows, u32 index, u32 strip) {
     const MoeStage& stage = pair.stage;
-    const Projection& projection = projection_of(pair.args, rows.expert, stage.first + index);
-    const u32 owner = rows_owner(pair.args, stage, rows.expert, index);
-    const int lane = pair.lane;
-    const u32 first_channel = strip * STRIP + 4 * (lane & 7);
-    hadamard_own(sums);
-    const u32 staged = pair.staging() + 4 * (2 * (lane & 3) * STAGED_PITCH + 16 * (pair.warp % PAIR_WARPS) + (lane >> 2));
-#pragma unroll 1
-    for (u32 chunk = 0; chunk * STAGED_ROWS < rows.rows; ++chunk) {
-        pair.sync();
-        if (chunk == 0) stage_rows<0>(sums, staged);  // registers have no run-time index
-        if constexpr (ROWS > 32)
-            if (chunk == 1) stage_rows<32>(sums, staged);
-        if constexpr (ROWS > 64) {
-            if (chunk == 2) stage_rows<64>(sums, staged);
-            if (chunk == 3) stage_rows<96>(sums, staged);
+    const bool bytes = projection_of(pair.args, rows.expert, stage.first + index).codebook == MUL1;
+    const float scale = bytes ? MUL1_FACTOR * STORED_SCALE : STORED_SCALE;
+    const u32 first = rows.first + 2 * (pair.lane & 3);
+    float2 constants[ROWS / 8];  // of rows first + 8j and first + 8j + 1
+    const float* totals = sums_of_rows(stage) + rows_owner(pair.args, stage, rows.expert, index) * pair.args.padded_rows + first;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j)
+        constants[j] = bytes ? *reinterpret_cast<const float2*>(totals + 8 * j) : make_float2(0.0f, 0.0f);
+    const u32 pitch = stage.projections * stage.out_features / 2;  // words from a row to the next
+    u32* at = static_cast<u32*>(stage.out) + static_cast<u64>(first) * pitch + index * (stage.out_features / 2) + strip * (STRIP / 2) +
+        8 * pair.warp + (pair.lane >> 2);
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j) {
+        const float* d = sums + 4 * j;
+        const float low = constants[j].x * (MUL1_OFFSET * STORED_SCALE), high = constants[j].y * (MUL1_OFFSET * STORED_SCALE);
+        if (8 * j < rows.rows) {
+            at[0] = half_pair(fmaf(d[0], scale, low), fmaf(d[2], scale, low));
+            at[pitch] = half_pair(fmaf(d[1], scale, high), fmaf(d[3], scale, high));
         }
-        if constexpr (ROWS > 128) {
-            if (chunk == 4) stage_rows<128>(sums, staged);
-            if (chunk == 5) stage_rows<160>(sums, staged);
-            if (chunk == 6) stage_rows<192>(sums, staged);
-            if (chunk == 7) stage_rows<224>(sums, staged);
-        }
-        pair.sync();
-        const u32 token = 4 * (pair.warp % PAIR_WARPS) + (lane >> 3), row = chunk * STAGED_ROWS + token;
-        const bool exists = row < rows.rows;
-        const u32 slot = exists ? pair.args.order[rows.first + row] : 0;
-        const u32 at = slot * stage.projections + owner;
-        float scale = exists ? stage.undo[at] * HADAMARD_SCALE : 0.0f, constant = 0.0f;
-        if (projection.codebook == MUL1) {
-            // After the step of channel bit 3 (lane bit 1) the constant is twice itself in one half and nothing in the other.
-            constant = exists && !(lane & 2) ? 2.0f * MUL1_RATIO * reinterpret_cast<const float*>(stage.sums)[at] : 0.0f;
-            scale *= MUL1_FACTOR;
-        }
-        float v[4][4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) load_shared(v[j], pair.staging() + 4 * (token * STAGED_PITCH + 4 * (lane & 7) + 32 * j));
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[j][i] += constant;
-        hadamard128_rest(v, lane);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const u32 channel = first_channel + 32 * j;
-            const uint2 raw = *reinterpret_cast<const uint2*>(stage.svh + projection.svh + channel);
-            const u16 svh[4] = {u16(raw.x), u16(raw.x >> 16), u16(raw.y), u16(raw.y >> 16)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[j][i] = v[j][i] * scale * half_to_float(svh[i]);
-                if (stage.bias != nullptr && channel + i < stage.out_width) v[j][i] += stage.bias[projection.bias + channel + i];
-            }
-        }
-        store_rounded(stage, v, (static_cast<u64>(slot) * stage.projections + index) * (stage.out_features / STRIP) + strip, lane, exists);
+        at += 8 * pitch;
     }
 }

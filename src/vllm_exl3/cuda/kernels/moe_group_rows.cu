@@ -1,24 +1,21 @@
 // The input transforms where rows are grouped: of the first stage with INSTANCE_STAGE 0, of the second with 1. Blocks go round
-// over (chunk, projection).
-#include "moe_group_rows.cuh"
+// over chunks.
+#include "moe_group_hidden.cuh"
 
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
     __shared__ u32 largest[CHUNK_ROWS];
     extern __shared__ __align__(16) u8 memory[];
     wait_for_previous();
     let_next_start();
     const MoeStage& stage = args.stages[INSTANCE_STAGE];
-    float* totals = reinterpret_cast<float*>(memory);  // [128-blocks][CHUNK_ROWS]
-    u8* stash = memory + stage.in_features / STRIP * CHUNK_ROWS * 4;
-    const Signs signs(threadIdx.x & 31);
+    float* totals = reinterpret_cast<float*>(memory);  // [projection][128-blocks][CHUNK_ROWS]
+    const Signs signs(threadIdx.x & 31), out_signs = output_signs(threadIdx.x & 31);
     const bool fast = args.x_type != F32 && (args.x_stride | stage.in_width) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
-    const u32 items = args.list_sizes[1] * stage.projections;
-    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-        const RowBlock chunk = args.chunks[item / stage.projections];
-        const u32 index = item % stage.projections;
-        if (rows_owner(args, stage, chunk.expert, index) != index) continue;
-        if constexpr (INSTANCE_STAGE == 1) transform_hidden(args, stage, chunk, signs, largest, totals, stash);
-        else if (fast) transform_inputs<true>(args, stage, chunk, index, signs, largest, totals);
-        else transform_inputs<false>(args, stage, chunk, index, signs, largest, totals);
+    for (u32 i = blockIdx.x; i < args.list_sizes[1]; i += gridDim.x) {
+        const RowBlock chunk = args.chunks[i];
+        if constexpr (INSTANCE_STAGE == 1)
+            transform_hidden(args, stage, chunk, out_signs, signs, largest, totals, memory + stage.in_features / STRIP * CHUNK_ROWS * 4);
+        else if (fast) transform_inputs<true>(args, stage, chunk, signs, totals);
+        else transform_inputs<false>(args, stage, chunk, signs, totals);
     }
 }

@@ -30,10 +30,10 @@ struct MoeStage {
     const u16* svh;
     const float* bias;   // or null
     u8* rows;            // scratch: transformed activations of every row, laid out as `MoeArgs::grouped` says
-    float* undo;         // scratch [slot][projection]: what undoes the row's scale
-    int* sums;           // scratch [slot][projection]: sums of quantised activations; where rows are grouped, floats
-    void* out;           // scratch [slot][projection][out_features]: float32, or where rows are grouped fp16 …
-    float* out_scales;   // … times these, scratch [slot][projection][out_features / 128], powers of two
+    float* undo;         // scratch: what undoes a row's scale; [slot][projection], where rows are grouped
+                         // [projection][place in `order`]
+    int* sums;           // scratch, the same: sums of quantised activations; where rows are grouped, floats
+    void* out;           // scratch [slot][projection][out_features]: float32; where rows are grouped as moe_finish.cuh says
     u32 first;           // its first projection in a row of the table
     u32 projections;
     u32 in_width;        // channels that are not padding
@@ -55,6 +55,9 @@ struct MoeArgs {
     RowBlock* blocks;         // scratch
     RowBlock* chunks;         // scratch: the same in pieces of CHUNK_ROWS rows; where rows are grouped
     u32* list_sizes;          // scratch [2]: how many blocks and chunks
+    u32* totals;              // scratch [blocks of exl3_moe_route][experts]: how often each occurs in a block's slots
+    float* row_largest;       // scratch [tokens]: the largest magnitude of x; where rows are grouped
+    float* scale_largest;     // scratch [experts][projections of the first stage]: the same of input scales
     u32* starts;              // scratch [experts + 1]: where each expert's rows begin in `order`
     i64 x_stride;             // elements
     i64 out_stride;
@@ -72,15 +75,20 @@ struct MoeArgs {
     u32 padded_rows;          // rows that `rows` has room for, a projection
     u32 identity;             // 1: the codebooks' identities; 0: fp16
     u32 grouped;              // how `rows` lies (moe_rows.cuh)
-    u32 ring_stages;          // of moe_wide.cuh: units in the ring,
+    u32 keep_hidden;          // of moe_group_hidden.cuh: what was activated fits shared memory
+    u32 ring_stages;          // of moe_wide.cuh: slots of the ring,
     u32 ring_stride;          // bytes from one to the next,
-    u32 weight_pitch;         // and from one k-tile row of a unit's weights to the next
+    u32 weight_pitch;         // from one k-tile row of weights to the next,
+    u32 activation_stride;    // and from one unit's activations to the next
     u32 weight_on_input;
     u32 activation;           // an `ActivationKind`
     float alpha, beta, limit;
 };
 
-static_assert(sizeof(MoeArgs) == 408, "mirrored in vllm_exl3/cuda/moe_geometry.py");
+static_assert(sizeof(MoeArgs) == 424, "mirrored in vllm_exl3/cuda/moe_geometry.py");
+
+// `sums` where rows are grouped.
+__device__ __forceinline__ float* sums_of_rows(const MoeStage& stage) { return reinterpret_cast<float*>(stage.sums); }
 
 __device__ __forceinline__ const Projection& projection_of(const MoeArgs& args, u32 expert, u32 index) {
     static_assert(sizeof(Projection) == 8 * TABLE_COLUMNS, "a row of the table");
@@ -95,14 +103,10 @@ __device__ __forceinline__ int expert_of(const MoeArgs& args, u32 slot) {
     return id < args.experts ? static_cast<int>(id) : -1;
 }
 
-// Four neighbouring outputs of one row of a stage.
-__device__ __forceinline__ float4 stage_output(const MoeArgs& args, const MoeStage& stage, u32 slot, u32 index, u32 channel) {
+// Four neighbouring outputs of one slot of a stage; where rows are not grouped.
+__device__ __forceinline__ float4 stage_output(const MoeStage& stage, u32 slot, u32 index, u32 channel) {
     const u64 at = (static_cast<u64>(slot) * stage.projections + index) * stage.out_features + channel;
-    if (!args.grouped) return *reinterpret_cast<const float4*>(static_cast<const float*>(stage.out) + at);
-    const uint2 raw = *reinterpret_cast<const uint2*>(static_cast<const u16*>(stage.out) + at);
-    const float scale = stage.out_scales[at / STRIP];
-    return make_float4(half_to_float(u16(raw.x)) * scale, half_to_float(u16(raw.x >> 16)) * scale,
-                       half_to_float(u16(raw.y)) * scale, half_to_float(u16(raw.y >> 16)) * scale);
+    return *reinterpret_cast<const float4*>(static_cast<const float*>(stage.out) + at);
 }
 
 __device__ __forceinline__ u32 arithmetic_of(const MoeArgs& args, i64 codebook) {

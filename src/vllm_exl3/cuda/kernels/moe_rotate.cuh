@@ -8,13 +8,13 @@
 #include "mma.cuh"
 #include "moe_rows.cuh"
 
-constexpr int GROUP_THREADS = 256, GROUP_WARPS = GROUP_THREADS / 32;
+constexpr int GROUP_THREADS = 256;  // of a block that goes over 128-blocks, at most
 
-// The lane's part of the matrix of signs, as the B operand of both n-tiles: k-slots are (bits 3, 4 by the lane's q; bits
-// 0, 1 by the slot), columns are bits 0, 1, 3, and the n-tile is bit 4.
+// The lane's part of the matrix of signs, as the B operand of both n-tiles. Which four channel bits they are, a nibble each:
+// `in` of a k-slot (low half of a word or high, first words or last, lane bits 0 and 1), `out` of a column and the n-tile.
 struct Signs {
     u32 b[2][2];
-    __device__ __forceinline__ explicit Signs(int lane) {
+    __device__ __forceinline__ explicit Signs(int lane, u32 in = 0x4310, u32 out = 0x4310) {
         const u32 column = lane >> 2, q = lane & 3;
 #pragma unroll
         for (u32 tile = 0; tile < 2; ++tile)
@@ -23,89 +23,37 @@ struct Signs {
                 u32 word = 0;
 #pragma unroll
                 for (u32 low = 0; low < 2; ++low) {
-                    const u32 in = low | half << 1 | q << 2, out = column | tile << 3;
-                    word |= (__popc(in & out) & 1 ? 0xbc00u : 0x3c00u) << (16 * low);
+                    const u32 both = channel_bits(low | half << 1 | q << 2, in) & channel_bits(column | tile << 3, out);
+                    word |= (__popc(both) & 1 ? 0xbc00u : 0x3c00u) << (16 * low);
                 }
                 b[tile][half] = word;
             }
     }
+
+private:
+    static __device__ __forceinline__ u32 channel_bits(u32 value, u32 names) {
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bits |= (value >> i & 1) << (names >> 4 * i & 15);
+        return bits;
+    }
 };
 
-// Eight neighbouring channels of a token; beyond the width they are zero. FAST: 16-bit values, all aligned to 16 bytes, so that
-// no branch stands between loads.
-template <bool FAST>
-__device__ __forceinline__ void load_channels(uint4& raw, float (&v)[8], const MoeArgs& args, u32 width, i64 row, u32 channel) {
-    if constexpr (FAST) {
-        raw = channel < width ? *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + row + channel) : make_uint4(0, 0, 0, 0);
+// Eight neighbouring 16-bit values in float32.
+__device__ __forceinline__ void convert_channels(float (&v)[8], const uint4& raw, u32 type) {
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    if (type == F16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[2 * i] = half_to_float(u16(words[i])), v[2 * i + 1] = half_to_float(u16(words[i] >> 16));
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = channel + i < width ? load_element(args.x, row + channel + i, args.x_type) : 0.0f;
+        for (int i = 0; i < 4; ++i) v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
     }
 }
-
-template <bool FAST>
-__device__ __forceinline__ void convert_channels(float (&v)[8], const uint4& raw, u32 type) {
-    if constexpr (FAST) {
-        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-        if (type == F16) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[2 * i] = half_to_float(u16(words[i])), v[2 * i + 1] = half_to_float(u16(words[i] >> 16));
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-        }
-    }
-}
-
 __device__ __forceinline__ void convert_scales(float (&v)[8], const uint4& raw) {
     const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[2 * i] = half_to_float(u16(words[i])), v[2 * i + 1] = half_to_float(u16(words[i] >> 16));
-}
-
-// One row of a chunk as its two readers see it.
-struct ChunkRow {
-    i64 at;        // of the token in x
-    float weight;  // the routing weight where it goes on the input, else 1
-};
-
-// A lane's part of a 128-block of its two rows: lane (g, q) has rows g and g + 8, channels 32u + 8q .. 32u + 8q + 7.
-template <bool FAST>
-struct ChunkInput {
-    uint4 raw[4][2], scales[4];
-    float values[FAST ? 1 : 4][2][8];
-
-    __device__ __forceinline__ void load(const MoeArgs& args, u32 width, const ChunkRow (&rows)[2], const u16* suh, u32 block, int lane) {
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-            const u32 channel = block * STRIP + 32 * u + 8 * (lane & 3);
-            scales[u] = *reinterpret_cast<const uint4*>(suh + channel);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) load_channels<FAST>(raw[u][r], values[FAST ? 0 : u][r], args, width, rows[r].at, channel);
-        }
-    }
-    // x (times its routing weight) · suh.
-    __device__ __forceinline__ void scaled(float (&v)[2][8], int u, const MoeArgs& args, const ChunkRow (&rows)[2]) const {
-        float scale[8];
-        convert_scales(scale, scales[u]);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if constexpr (FAST) convert_channels<FAST>(v[r], raw[u][r], args.x_type);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) v[r][i] = (FAST ? v[r][i] : values[FAST ? 0 : u][r][i]) * rows[r].weight * scale[i];
-        }
-    }
-};
-
-// The A operand of product b2 of a group of 32 channels.
-__device__ __forceinline__ void pack_rows(u32 (&a)[4], const float (&v)[2][8], const float (&factors)[2], int b2) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = 4 * b2 + 2 * half;
-            a[r + 2 * half] = half_pair(v[r][i] * factors[r], v[r][i + 1] * factors[r]);
-        }
 }
 
 // The three steps over a lane's own values. After them sums[2u + b2][tile][i] is row g (i < 2) or g + 8 of the channel whose
@@ -133,6 +81,66 @@ __device__ __forceinline__ void multiply_signs(float (&sums)[2][4], const u32 (&
         mma_half(d, a, signs.b[tile][0], signs.b[tile][1]);
     }
 }
+
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// A lane's part of a 128-block of x for its two rows, times the rows' factors, in fp16: lane (g, q) has rows g and g + 8,
+// channels 32u + 8q .. 32u + 8q + 7; beyond the width they are zero. FAST: 16-bit values, all aligned to 16 bytes.
+template <bool FAST>
+struct ChunkInput {
+    u32 halves[4][2][4];
+
+    __device__ __forceinline__ void load(const MoeArgs& args, const i64 (&rows)[2], const float (&factors)[2], u32 first) {
+        const u32 width = args.stages[0].in_width;
+        uint4 raw[4][2];
+        if constexpr (FAST)
+#pragma unroll
+            for (int u = 0; u < 4; ++u)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    raw[u][r] = first + 32 * u < width
+                        ? *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + rows[r] + first + 32 * u) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int u = 0; u < 4; ++u)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float v[8];
+                if constexpr (FAST) {
+                    convert_channels(v, raw[u][r], args.x_type);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        const u32 channel = first + 32 * u + i;
+                        v[i] = channel < width ? load_element(args.x, rows[r] + channel, args.x_type) : 0.0f;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) halves[u][r][i] = half_pair(v[2 * i] * factors[r], v[2 * i + 1] * factors[r]);
+            }
+    }
+    // Times suh, rotated, but for `rotate_rest`.
+    __device__ __forceinline__ void rotate(float (&sums)[8][2][4], const u16* suh, u32 first, const Signs& signs) const {
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+            const uint4 raw = *reinterpret_cast<const uint4*>(suh + first + 32 * u);
+            const u32 scales[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+            for (int b2 = 0; b2 < 2; ++b2) {
+                u32 a[4];
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        a[r + 2 * half] = multiply_halves(halves[u][r][2 * b2 + half], scales[2 * b2 + half]);
+                multiply_signs(sums[2 * u + b2], a, signs);
+            }
+        }
+    }
+};
 
 // Rounds and stores the rotated block of both rows: per row and (unit, bit 2) sixteen bytes, one word for each k-tile of the
 // unit. Gives every lane of a quad the sums of what was stored, which the tensor cores add up with a matrix of ones.

@@ -1,10 +1,14 @@
-// Sorting slots by expert and listing the row blocks and chunks, in one thread block: a stable counting sort, so that equal
-// routings give equal lists. Each warp counts and places a contiguous range of slots.
+// Sorting slots by expert and listing the row blocks and chunks: a stable counting sort, so that equal routings give equal
+// lists. Each thread block, and of it each warp, counts and places a contiguous range of slots. Where there are several blocks
+// a kernel of its own has counted their experts, and every block adds up what it needs.
 #pragma once
 #include "moe_problem.cuh"
 
+// Rows of an expert's row blocks: as few blocks as its tile allows, as equal as the padding allows.
 __device__ __forceinline__ u32 tile_rows(const MoeArgs& args, u32 size) {
-    return size > args.fat_rows ? args.tile_rows : args.thin_rows;
+    const u32 most = size > args.fat_rows ? args.tile_rows : args.thin_rows, count = max((size + most - 1) / most, 1u);
+    const u32 even = (size + count - 1) / count;
+    return max((even + args.row_padding - 1) / args.row_padding * args.row_padding, 1u);
 }
 
 // Calls `each(slot, expert)` for every slot of the warp's range, 32 at a time; slots beyond it have expert -1. Ids are read
@@ -22,13 +26,47 @@ __device__ __forceinline__ void for_slots(const MoeArgs& args, u32 begin, u32 en
     }
 }
 
-// Shared memory: counts [warps][experts], then sizes, starts, first row blocks and first chunks [experts].
-__device__ __forceinline__ void route(const MoeArgs& args, u32* memory) {
+// Slots begin..end of one of `parts` equal parts.
+struct SlotRange {
+    u32 begin, end;
+    __device__ __forceinline__ SlotRange(u32 first, u32 last, u32 part, u32 parts) {
+        const u32 share = (last - first + 32 * parts - 1) / (32 * parts) * 32;
+        begin = min(first + part * share, last), end = min(begin + share, last);
+    }
+};
+
+// Counts the experts of one thread block's slots. Shared memory: counts [experts].
+__device__ __forceinline__ void count_experts(const MoeArgs& args, u32* counts) {
+    const SlotRange range(0, args.slots, blockIdx.x, gridDim.x);
+    for (u32 i = threadIdx.x; i < args.experts; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    for (u32 slot = range.begin + threadIdx.x; slot < range.end; slot += blockDim.x) {
+        const int expert = expert_of(args, slot);
+        if (expert >= 0) atomicAdd(&counts[expert], 1u);
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < args.experts; i += blockDim.x) args.totals[blockIdx.x * args.experts + i] = counts[i];
+}
+
+// How many rows an expert has, and how many of them come before part `part`.
+__device__ __forceinline__ uint2 add_parts(const MoeArgs& args, u32 expert, u32 part, u32 parts) {
+    uint2 sum = make_uint2(0, 0);
+#pragma unroll 8
+    for (u32 i = 0; i < parts; ++i) {
+        const u32 count = args.totals[i * args.experts + expert];
+        sum.x += count, sum.y += i < part ? count : 0;
+    }
+    return sum;
+}
+
+// One block: part `part` of `parts`. Shared memory: counts [warps][experts], then sizes, starts, first row blocks and first
+// chunks [experts].
+__device__ __forceinline__ void route(const MoeArgs& args, u32* memory, u32 part, u32 parts) {
     const u32 experts = args.experts, warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     u32 *sizes = memory + warps * experts, *starts = sizes + experts, *first_blocks = starts + experts, *first_chunks = first_blocks + experts;
     u32* counts = memory + warp * experts;
-    const u32 share = (args.slots + 32 * warps - 1) / (32 * warps) * 32;
-    const u32 begin = min(warp * share, args.slots), end = min(begin + share, args.slots);
+    const SlotRange block(0, args.slots, part, parts), range(block.begin, block.end, warp, warps);
+    const u32 begin = range.begin, end = range.end;
     for (u32 i = threadIdx.x; i < warps * experts; i += blockDim.x) memory[i] = 0;
     __syncthreads();
     for_slots(args, begin, end, lane, [&](u32, int expert) {
@@ -38,13 +76,14 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory) {
     });
     __syncthreads();
     for (u32 expert = threadIdx.x; expert < experts; expert += blockDim.x) {
-        u32 before = 0;
+        const uint2 all = parts > 1 ? add_parts(args, expert, part, parts) : make_uint2(0, 0);
+        u32 before = all.y;
         for (u32 w = 0; w < warps; ++w) {
             const u32 count = memory[w * experts + expert];
             memory[w * experts + expert] = before;
             before += count;
         }
-        sizes[expert] = before;
+        sizes[expert] = parts > 1 ? all.x : before;
     }
     __syncthreads();
     if (warp == 0) {
@@ -61,7 +100,8 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory) {
                 if (lane >= step) row_sum += r, block_sum += b, chunk_sum += c;
             }
             if (base + lane < experts) {
-                args.starts[base + lane] = starts[base + lane] = start + row_sum - rows;
+                starts[base + lane] = start + row_sum - rows;
+                if (part == 0) args.starts[base + lane] = starts[base + lane];
                 first_blocks[base + lane] = block + block_sum - count;
                 first_chunks[base + lane] = chunk + chunk_sum - pieces;
             }
@@ -69,10 +109,10 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory) {
             block += __shfl_sync(0xffffffffu, block_sum, 31);
             chunk += __shfl_sync(0xffffffffu, chunk_sum, 31);
         }
-        if (lane == 0) args.list_sizes[0] = block, args.list_sizes[1] = chunk, args.starts[experts] = start;
+        if (lane == 0 && part == 0) args.list_sizes[0] = block, args.list_sizes[1] = chunk, args.starts[experts] = start;
     }
     __syncthreads();
-    for (u32 expert = threadIdx.x; expert < experts; expert += blockDim.x) {
+    for (u32 expert = threadIdx.x * parts + part; expert < experts; expert += blockDim.x * parts) {
         const u32 size = sizes[expert], tile = tile_rows(args, size);
         for (u32 row = 0, block = first_blocks[expert]; row < size; row += tile, ++block)
             args.blocks[block] = {expert, starts[expert] + row, min(tile, size - row), 0};
@@ -90,4 +130,46 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory) {
         if (expert >= 0 && lane == __ffs(same) - 1) counts[expert] += __popc(same);
         __syncwarp();
     });
+}
+
+// The largest magnitude of a warp's eight-value vectors of 16-bit floats, as their bits.
+__device__ __forceinline__ u32 largest_bits(const u16* values, u32 count, u32 lane) {
+    u32 bits = 0;
+#pragma unroll 4
+    for (u32 i = 8 * lane; i < count; i += 256) {
+        const uint4 raw = *reinterpret_cast<const uint4*>(values + i);
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) bits = max(bits, max(words[w] & 0x7fffu, words[w] >> 16 & 0x7fffu));
+    }
+    return __reduce_max_sync(0xffffffffu, bits);
+}
+
+__device__ __forceinline__ float largest_input(const MoeArgs& args, u32 token, u32 lane) {
+    const i64 row = token * args.x_stride;
+    const u32 width = args.stages[0].in_width;
+    if (args.x_type != F32 && (args.x_stride | width) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0) {
+        const u32 bits = largest_bits(static_cast<const u16*>(args.x) + row, width, lane);
+        return args.x_type == F16 ? half_to_float(u16(bits)) : __uint_as_float(bits << 16);
+    }
+    u32 bits = 0;
+    for (u32 channel = lane; channel < width; channel += 32)
+        bits = max(bits, __float_as_uint(fabsf(load_element(args.x, row + channel, args.x_type))));
+    return __uint_as_float(__reduce_max_sync(0xffffffffu, bits));
+}
+
+// The largest magnitudes of every token's values and of the input scales of every expert's first projections. A warp each.
+__device__ __forceinline__ void find_largest(const MoeArgs& args, u32 block, u32 blocks) {
+    const MoeStage& first = args.stages[0];
+    const u32 warps = blockDim.x / 32, lane = threadIdx.x & 31, scales = args.experts * first.projections;
+    for (u32 i = block * warps + threadIdx.x / 32; i < args.tokens + scales; i += blocks * warps) {
+        if (i < args.tokens) {
+            const float largest = largest_input(args, i, lane);
+            if (lane == 0) args.row_largest[i] = largest;
+        } else {
+            const u32 expert = (i - args.tokens) / first.projections, index = (i - args.tokens) % first.projections;
+            const u32 bits = largest_bits(first.suh + projection_of(args, expert, first.first + index).suh, first.in_features, lane);
+            if (lane == 0) args.scale_largest[i - args.tokens] = half_to_float(u16(bits));
+        }
+    }
 }

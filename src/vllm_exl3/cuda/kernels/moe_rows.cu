@@ -1,5 +1,5 @@
-// The input transform of every slot's rows, grid (slots, projections). For few rows one more block in x sorts the slots in
-// the meantime; grouped rows are stored by their place in that order, so there exl3_moe_route runs before.
+// The input transform of every slot's rows where they lie by slot, grid (slots, projections); one more block in x sorts the
+// slots in the meantime.
 #include "moe_route.cuh"
 #include "moe_rows.cuh"
 
@@ -8,5 +8,5 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 4) exl3_moe_rows(const
     wait_for_previous();
     let_next_start();
     if (blockIdx.x < args.slots) transform_row(args, blockIdx.x, blockIdx.y, reinterpret_cast<float*>(memory + 4), memory);
-    else if (blockIdx.y == 0) route(args, memory);
+    else if (blockIdx.y == 0) route(args, memory, 0, 1);
 }

@@ -1,5 +1,5 @@
-// The input side of one row of one projection: x (times its routing weight where the model says so) or the activated
-// outputs of the first stage, times suh, rotated, scaled, and stored as the GEMM multiplies it.
+// The input side of one row of one projection where rows lie by slot: x (times its routing weight where the model says so) or
+// the activated outputs of the first stage, times suh, rotated, scaled, and stored as the GEMM multiplies it.
 //
 // How rows lie:
 //   by slot (few rows): [slot][projection], 2·in_features bytes: INTEGER the high and then the low plane of int8, others fp16
@@ -35,8 +35,8 @@ __device__ __forceinline__ float4 source_values(const MoeArgs& args, const MoeSt
         }
     } else {
         const MoeStage& first = args.stages[0];
-        const float4 gate = stage_output(args, first, slot, 0, channel);
-        const float4 up = first.projections == 2 ? stage_output(args, first, slot, 1, channel) : gate;
+        const float4 gate = stage_output(first, slot, 0, channel);
+        const float4 up = first.projections == 2 ? stage_output(first, slot, 1, channel) : gate;
         float g[4] = {gate.x, gate.y, gate.z, gate.w};
         const float u[4] = {up.x, up.y, up.z, up.w};
         activate_all(args.activation, g, u, args.alpha, args.beta, args.limit);
@@ -66,16 +66,6 @@ __device__ __forceinline__ int store_by_slot(u8* row, const float4& value, float
     return sum;
 }
 
-// `unit_bytes` lie between the expert's units; `row` is the row's place in its group of eight. Returns the sum of what it stores.
-__device__ __forceinline__ float store_grouped(u8* group, u32 unit_bytes, const float4& value, float factor, u32 row, u32 channel) {
-    const u32 q = channel >> 4 & 3, k = channel & 15;  // k-tile in the unit, first k in the tile
-    u32* words = reinterpret_cast<u32*>(group + static_cast<u64>(channel / UNIT_IN) * unit_bytes) + row * 4 + q;
-    const u32 matrix = 2 * (k >> 1 & 3) + (k >> 3);
-    const u32 low = half_pair(value.x * factor, value.y * factor), high = half_pair(value.z * factor, value.w * factor);
-    words[matrix * 32] = low, words[(matrix + 2) * 32] = high;
-    return (half_to_float(u16(low)) + half_to_float(u16(low >> 16))) + (half_to_float(u16(high)) + half_to_float(u16(high >> 16)));
-}
-
 // One thread block; `values` [in_features] and `reduced` [2] are shared memory.
 __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32 index, float* values, u32* reduced) {
     const MoeStage& stage = args.stages[args.stage];
@@ -103,34 +93,16 @@ __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32
     __syncthreads();
     const RowScale scale = row_scale(arithmetic, reduced[0]);
     const u32 at = slot * stage.projections + index;
-    u32 place = 0, unit_bytes = 0;
     u8* row = stage.rows + static_cast<u64>(at) * 2 * stage.in_features;
-    if (args.grouped) {
-        const u32 start = args.starts[expert];
-        place = args.places[slot] - start, unit_bytes = (args.starts[expert + 1] - start) * UNIT_IN * 2;
-        row = stage.rows + (static_cast<u64>(index) * args.padded_rows + start) * 2 * stage.in_features + place / GROUP_ROWS * GROUP_BYTES;
-    }
     int sum = 0;
-    float total = 0.0f;
     for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) {
         const float4 value = *reinterpret_cast<const float4*>(values + channel);
-        if (args.grouped) total += store_grouped(row, unit_bytes, value, scale.factor, place % GROUP_ROWS, channel);
-        else sum += store_by_slot(row, value, scale.factor, arithmetic, stage.in_features, channel);
+        sum += store_by_slot(row, value, scale.factor, arithmetic, stage.in_features, channel);
     }
     if (arithmetic == INTEGER) {
         sum = __reduce_add_sync(0xffffffffu, sum);
         if (lane == 0) atomicAdd(reinterpret_cast<int*>(&reduced[1]), sum);
         __syncthreads();
-    }
-    if (args.grouped) {  // in one order: the warps' sums take the place of the values, which have been read
-#pragma unroll
-        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
-        __syncthreads();
-        if (lane == 0) values[warp] = total;
-        __syncthreads();
-        total = 0.0f;
-        for (int w = 0; w < ROW_THREADS / 32; ++w) total += values[w];
-        if (threadIdx.x == 0) reinterpret_cast<float*>(stage.sums)[at] = total;
     }
     if (threadIdx.x == 0) {
         stage.undo[at] = scale.undo;
