@@ -84,12 +84,12 @@ def linear(
 ) -> torch.Tensor:
     """The linear op by exllamav3; arguments as `vllm_exl3.ops.linear.linear`."""
     outputs = []
-    wide = x.half()
+    wide = x.half().contiguous()
     for shard, layer in zip(cached_shards(tuple(shards)), _layers_of(trellis, suh, svh, tuple(shards)), strict=True):
-        padded = torch.nn.functional.pad(wide, (0, shard.in_features - x.shape[1]))
-        y = layer.forward(padded.contiguous(), {})
+        missing = shard.in_features - x.shape[1]
+        y = layer.forward(torch.nn.functional.pad(wide, (0, missing)) if missing else wide, {})
         outputs.append(y[:, shard.crop_start : shard.crop_start + shard.crop_size])
-    output = torch.cat(outputs, dim=1)
+    output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0].contiguous()
     if bias is not None:
         output = output + bias
     return output.to(x.dtype)
