@@ -90,7 +90,7 @@ def build(
     module.swiglu_limit = module.swiglu_alpha = module.swiglu_beta = None
     module.apply_router_weight_on_input = False
     module.moe_config = SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(tp_rank=rank, tp_size=ranks, enable_eplb=eplb),
+        moe_parallel_config=SimpleNamespace(tp_rank=rank, tp_size=ranks, dp_size=1, enable_eplb=eplb),
         activation_situ_beta=None,
         activation_situ_linear_beta=None,
     )

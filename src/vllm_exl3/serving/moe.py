@@ -29,6 +29,7 @@ from vllm_exl3.serving.moe_checks import (
 )
 from vllm_exl3.serving.moe_layout import ExpertLayout, ExpertSlot
 from vllm_exl3.serving.offload import validate_exl3_moe_uva_layer
+from vllm_exl3.serving.padding import route_padding
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -60,6 +61,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.where = where
         self.group = group
         refuse_unserved(where, layer)
+        if layer.moe_config.moe_parallel_config.dp_size > 1:
+            route_padding()
         self.activation: ActivationCall = activation_call(where, layer)
         self.scale = 1.0
         self.layout: ExpertLayout
