@@ -127,7 +127,7 @@ template <class T> std::vector<T> read(size_t count) {
 template <int TOKENS, int PAIRS, int CLUSTER>
 void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<float>& dense, u32 outputs, unsigned seed) {
     using S = Shape<TOKENS, PAIRS, CLUSTER>;
-    alignas(16) static char staged[STAGING_BYTES<S>];
+    alignas(16) static char staged[STAGING_BYTES];
     Staging& staging = *reinterpret_cast<Staging*>(staged);
     shared_base = staged;
     std::vector<unsigned> order(clusters);
@@ -204,7 +204,7 @@ int main() {
     if (more[0] == 64) run_tiles<64, 2, 1>(args, more[1], dense, outputs, more[2]);
     else if (more[0] == 256) run_tiles<256, 1, 2>(args, more[1], dense, outputs, more[2]);
     else abort();
-    std::vector<uint4> staged(STAGING_BYTES<FinishShape> / 16 + 1);
+    std::vector<uint4> staged(STAGING_BYTES / 16 + 1);
     memory = reinterpret_cast<u8*>(staged.data()), shared_base = reinterpret_cast<char*>(memory);
     for (blockIdx.y = 0; blockIdx.y < more[7]; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < more[6]; ++blockIdx.x) run_block(PAIR_THREADS, [&] { exl3_prefill_finish(args); });

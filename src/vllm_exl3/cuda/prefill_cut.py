@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 __all__ = ["Cut", "cut"]
 
-_UNIT_CYCLES = {64: 1250.0, 128: 1480.0, 192: 830.0, 256: 1040.0}
+_UNIT_CYCLES = {64: 1250.0, 128: 1450.0, 192: 920.0, 256: 1060.0}
 _INT8_UNIT_CYCLES = {64: 1250.0, 128: 1400.0, 192: 680.0, 256: 690.0}
-_END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 7500.0}
-_CUT_CYCLES, _LEVEL_CYCLES = 2500.0, {64: 3000.0, 128: 5000.0, 192: 4000.0, 256: 5000.0}
-"""Cycles of a unit, of a tile's end, and what cutting a tile adds once and for each level of the tree that adds its
-parts: measured on an H200 (docs/kernels-prefill.md)."""
+_END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 1500.0, 256: 1500.0}
+_LAST_CYCLES = {64: 4500.0, 128: 7500.0, 192: 4000.0, 256: 5000.0}
+"""Cycles of a unit, and of a tile's end where another tile follows or none: measured on an H200
+(docs/kernels-prefill.md)."""
+
+_LEAVE_CYCLES = {64: 1500.0, 128: 3000.0, 192: 1500.0, 256: 2000.0}
+_FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 4500.0, 2600.0, 1024
+"""Of a cut tile: to leave sums in memory; and to launch what adds them, which reads so many bytes a cycle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +39,24 @@ def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = Fals
     """Divide tiles of ``depth`` units each among clusters; ``int8``: of the kernel that multiplies int8.
 
     Whole tiles as long as they fill all clusters; what remains is left whole, or cut into equal parts of k, or into
-    one range of units a cluster, which leaves no cluster idle but ends two tiles in most.
+    one range of units a cluster, which leaves no cluster idle but has parts of two tiles in most.
     """
     unit, end = (_INT8_UNIT_CYCLES if int8 else _UNIT_CYCLES)[tokens], _END_CYCLES[tokens]
+    last, leave = _LAST_CYCLES[tokens], _LEAVE_CYCLES[tokens]
     waves, rest = divmod(tiles, clusters)
     full = waves * (depth * unit + end)
     if rest == 0:
-        return Cut(clusters, tiles, 0, full)
+        return Cut(clusters, tiles, 0, full - end + last)
 
-    def exchange(parts: int) -> float:
-        return _CUT_CYCLES + (parts - 1).bit_length() * _LEVEL_CYCLES[tokens]
+    def finish(parts: int) -> float:
+        return _FINISH_CYCLES + parts * tokens * _PART_BYTES / _FINISH_BYTES
 
-    choices = [(full + depth * unit + end, tiles, 0)]
+    choices = [(full + depth * unit + last, tiles, 0)]
     for parts in range(2, min(clusters // rest, depth) + 1):
-        choices.append((full + -(-depth // parts) * unit + end + exchange(parts), tiles - rest, rest * parts))
+        cost = -(-depth // parts) * unit + leave + finish(rest * parts)
+        choices.append((full + cost, tiles - rest, rest * parts))
     if clusters < rest * depth:
-        cost = -(-rest * depth // clusters) * unit + 2 * end + 2 * exchange(-(-clusters // rest) + 1)
+        cost = -(-rest * depth // clusters) * unit + 2 * leave + finish(clusters + rest)
         choices.append((full + cost, tiles - rest, clusters))
     cost, whole, ranges = min(choices)
     return Cut(min(clusters, max(whole, ranges)), whole, ranges, cost)

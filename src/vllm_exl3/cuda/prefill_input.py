@@ -7,11 +7,8 @@ from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 
 __all__ = ["InputCut", "cut_rows", "held_bytes"]
 
-_MOST_ROWS, _MOST_THREADS, _THREADS = (
-    16,
-    512,
-    256,
-)  # of prefill_transform.cu; the last where blocks share a multiprocessor
+_MOST_ROWS, _MOST_THREADS = 16, 512  # of prefill_transform.cu
+_THREADS = 256  # of blocks that share a multiprocessor
 _UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
@@ -51,10 +48,10 @@ def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
         held_bytes(block_rows, in_features) > _HELD_BYTES or rows < 2 * block_rows * limits.multiprocessors
     ):
         block_rows //= 2
-    if rows < limits.multiprocessors or held_bytes(block_rows, in_features) > room:
+    if rows < limits.multiprocessors or 1.5 * held_bytes(block_rows, in_features) > room:
         block_rows = 1
     blocks, items = -(-rows // block_rows), block_rows * in_features // UNIT_IN
     most = _THREADS if blocks > limits.multiprocessors else _MOST_THREADS
     threads = round_up(-(-items // -(-items // most)), _WARP)
-    held = held_bytes(block_rows, in_features)
+    held = held_bytes(block_rows, in_features) + in_features // UNIT_IN * _UNIT_PITCH  # suh lies behind the rows
     return InputCut(block_rows, blocks, threads, held if held <= room else 0)

@@ -149,8 +149,9 @@ class _Kernel:
 
 
 def _staging(tokens: int) -> int:
-    """Bytes of ``Staging`` of prefill_tile.cuh."""
-    return (128 if tokens > 128 else 64) * (BLOCK + 4) * 4 + BLOCK * 4 + 256 * 4 + BLOCK * 2
+    """Shared memory that the ends of a Hadamard block's tiles take: prefill_tile.cuh, prefill_outputs.cuh."""
+    outputs = tokens * (BLOCK * 2 + 16) if tokens > 128 else 64 * (BLOCK + 4) * 4
+    return BLOCK * 4 + 256 * 4 + BLOCK * 2 + outputs
 
 
 FINISH_SHARED = _staging(_FINISHED_TOKENS)

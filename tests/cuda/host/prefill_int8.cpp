@@ -8,7 +8,6 @@
 #define rank_in_cluster() (stop("clusters"), 0u)
 #define sync_cluster() stop("clusters")
 
-inline void ptx_max_NaN_f32(float& most, float a, float b) { most = a != a || b != b ? NAN : a < b ? b : a; }
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int = 0) {}
 inline void ptx_bar_arrive(u32 barrier, unsigned count) {

@@ -99,7 +99,7 @@ __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, 
 struct PrefillBlock {
     const PrefillArgs& args;
     UnitRing ring;
-    SlotRing slots;
+    Outputs outputs;
     Staging& staging; // shared, the pair's
     u32 place;        // which Hadamard block of the strip is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
@@ -134,6 +134,18 @@ __device__ __forceinline__ void release(u32 empty, int lane) {
     } else {
         if (lane < CLUSTER) mbarrier_arrive_at(empty, lane);
     }
+}
+
+// Shared memory that ends of tiles take.
+template <class S> constexpr u32 end_bytes = S::PAIRS == 1 ? Outputs::bytes<S> : S::PAIRS * STAGING_BYTES;
+
+// Hands a tile to the warps that end it; the last one is nobody's hindrance, and these warps end their share of it.
+template <class S>
+__device__ __forceinline__ void end_tile(const float (&sums)[S::TOKENS / 2], const PrefillBlock& block, const PrefillSegment& segment) {
+    block.outputs.template hand_over<S::TOKENS>(sums, block.warp, block.lane);
+    if (!segment.last) return Outputs::arrive(Outputs::FILLED);
+    sync_threads(Outputs::FILLED, Outputs::THREADS);
+    block.outputs.template end_rows<S>(block.args, segment, block.place, Outputs::ENDING + block.warp, Outputs::ENDING + PAIR_WARPS, block.lane);
 }
 
 // Multiplies a segment of shards of one kind. Which of the overloads serves is the shape's choice.
@@ -171,7 +183,7 @@ __device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, Prefil
     if constexpr (PAIRS > 1) {
         finish_tile<S>(sums, block, segment);
     } else if (has_block<S>(block.args, segment, block.place)) {
-        if (segment.complete) hand_over<S>(sums, block, segment);
+        if (segment.complete) end_tile<S>(sums, block, segment);
         else leave_sums<S>(sums, block, segment);
     }
 }
@@ -192,10 +204,8 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
-    UnitRing ring(args, shared_address(memory), S::PAIRS * STAGING_BYTES<S>, S::activation_bytes);
-    const SlotRing slots(shared_address(memory));
+    UnitRing ring(args, shared_address(memory), end_bytes<S>, S::activation_bytes);
     if (threadIdx.x == 0) {
-        slots.init();
         for (u32 i = 0; i < ring.stages; ++i)
             mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, PAIR_WARPS * S::STRIPS);
         mbarrier_init_visible();
@@ -206,12 +216,12 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     if (warp < PRODUCERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
         if (warp == 0) produce<S>(args, ring, rank);
-        else if constexpr (S::PAIRS == 1) end_tiles<S>(args, slots, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES), rank, warp - 1, lane);
+        else if constexpr (S::PAIRS == 1) Outputs(memory + BARRIER_BYTES).end_tiles<S>(args, rank, warp - 1, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         wait_for_previous();
         const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
-        PrefillBlock block{args, ring, slots, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES<S>)};
+        PrefillBlock block{args, ring, Outputs(memory + BARRIER_BYTES), *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES)};
         block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
         PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);

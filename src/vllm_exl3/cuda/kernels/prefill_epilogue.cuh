@@ -2,7 +2,7 @@
 //
 // `Block` is the state of the 256 threads that hold a Hadamard block: args, staging, place (which Hadamard block of the
 // strip), warp, lane, thread among them, and sync(). The block's transform takes a barrier and a trip through
-// shared memory: of a row's 128 channels a thread then holds 64 or 32.
+// shared memory: of a row's 128 channels a thread then holds 32.
 #pragma once
 #include "hadamard.cuh"
 #include "prefill_tile.cuh"
@@ -55,17 +55,17 @@ __device__ __forceinline__ void store_shared(u32 address, float value) {
     asm volatile("st.shared.f32 [%0 + %1], %2;" ::"r"(address), "n"(4 * OFFSET), "f"(value) : "memory");
 }
 
-// Puts a thread's sums of tokens 8·J and following, up to COUNT of them, [token][channel]. One step of the transform, that of
+// Puts a thread's sums of tokens 8·J and following, up to STAGED, [token][channel]. One step of the transform, that of
 // channel bit 3, is done on the way: the accumulators hold both its values in one thread.
-template <int COUNT, int J>
+template <int J>
 __device__ __forceinline__ void stage_tokens(const float* sums, u32 address) {
-    if constexpr (J < COUNT / 8) {
+    if constexpr (J < STAGED / 8) {
         const float* d = sums + 4 * J;
         store_shared<8 * J * OUTPUT_PITCH>(address, d[0] + d[2]);
         store_shared<(8 * J + 1) * OUTPUT_PITCH>(address, d[1] + d[3]);
         store_shared<8 * J * OUTPUT_PITCH + 8>(address, d[0] - d[2]);
         store_shared<(8 * J + 1) * OUTPUT_PITCH + 8>(address, d[1] - d[3]);
-        stage_tokens<COUNT, J + 1>(sums, address);
+        stage_tokens<J + 1>(sums, address);
     }
 }
 
@@ -85,8 +85,32 @@ __device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
     if constexpr (2 * STEP < COUNT) butterflies<2 * STEP>(v);
 }
 
-// A lane's part of a staged row: channels place + 16·j + 0..7, j < COUNT / 8. With 64 of them two lanes share a row, the second
-// has the channels with bit 3; with 32 of them four do, the upper two have the channels with bit 6.
+// A row's channels to `first`, the first one's place in the output, 16-byte aligned: eight and eight, SPACING apart.
+template <int SPACING, int COUNT>
+__device__ __forceinline__ void store_vectors(const float (&v)[COUNT], const PrefillArgs& args, i64 first) {
+    if (args.out_type == F32) {
+        float* to = static_cast<float*>(args.out) + first;
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4)
+            __stcs(reinterpret_cast<float4*>(to + SPACING * (i / 8) + i % 8), make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
+        return;
+    }
+    u16* to = static_cast<u16*>(args.out) + first;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 8) {
+        u32 words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[j]) : "f"(v[i + 2 * j + 1]), "f"(v[i + 2 * j]));
+            else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[j]) : "f"(v[i + 2 * j + 1]), "f"(v[i + 2 * j]));
+        }
+        // Streaming, not to displace activations in the L2.
+        __stcs(reinterpret_cast<uint4*>(to + SPACING * (i / 8)), make_uint4(words[0], words[1], words[2], words[3]));
+    }
+}
+
+// A lane's part of a staged row: channels place + 16·j + 0..7, j < COUNT / 8. Of the lanes of a row every second one has the
+// channels with bit 3, and with four of them the upper two have those with bit 6.
 template <int COUNT>
 struct RowPart {
     static constexpr u32 channels = COUNT, lanes = STRIP / COUNT, rows = 32 / lanes;  // lanes of a row, rows of a warp
@@ -130,28 +154,6 @@ struct RowPart {
             v[i] += values.x, v[i + 1] += values.y, v[i + 2] += values.z, v[i + 3] += values.w;
         }
     }
-    // To `first`, the place of the Hadamard block's first channel in the output, 16-byte aligned.
-    __device__ __forceinline__ void store(const float (&v)[COUNT], const PrefillArgs& args, i64 first) const {
-        if (args.out_type == F32) {
-            float* to = static_cast<float*>(args.out) + first + place;
-#pragma unroll
-            for (int i = 0; i < COUNT; i += 4)
-                __stcs(reinterpret_cast<float4*>(to + 16 * (i / 8) + i % 8), make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
-            return;
-        }
-        u16* to = static_cast<u16*>(args.out) + first + place;
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 8) {
-            u32 words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[j]) : "f"(v[i + 2 * j + 1]), "f"(v[i + 2 * j]));
-                else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[j]) : "f"(v[i + 2 * j + 1]), "f"(v[i + 2 * j]));
-            }
-            // Streaming, not to displace activations in the L2.
-            __stcs(reinterpret_cast<uint4*>(to + 2 * i), make_uint4(words[0], words[1], words[2], words[3]));
-        }
-    }
 };
 
 // Where the columns of a Hadamard block go that is returned in part, or whose place in the output is not aligned.
@@ -192,7 +194,7 @@ __device__ __forceinline__ void finish_part(const PrefillArgs& args, Staging& st
     if (args.bias != nullptr) part.add_bias(v, staging.bias);
     const Crop crop(args, shard, strip);
     if (crop.whole) {
-        if (token + part.row < rows) part.store(v, args, crop.place(args, first_row + token + part.row));
+        if (token + part.row < rows) store_vectors<16>(v, args, crop.place(args, first_row + token + part.row) + part.place);
     } else {
         __syncwarp();
         part.keep(v, from);
@@ -205,16 +207,14 @@ __device__ __forceinline__ void finish_part(const PrefillArgs& args, Staging& st
 template <class S, class Block>
 __device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillShard& shard, u32 strip,
                                             u32 first_row, u32 rows) {
-    constexpr u32 at_once = STAGED<S>;
-    using Part = RowPart<at_once / 2>;
+    using Part = RowPart<STAGED / 2>;
     Staging& staging = block.staging;
     const u32 mine = block.warp * Part::rows, staged = staged_place(staging, block.warp, block.lane);
 #pragma unroll
-    for (u32 first = 0; first < S::TOKENS; first += at_once) {  // registers have no run-time index
+    for (u32 first = 0; first < S::TOKENS; first += STAGED) {  // registers have no run-time index
         if (first >= rows) break;
         if (first > 0) block.sync();  // the tokens before have been read
-        if (S::TOKENS - first >= at_once) stage_tokens<at_once, 0>(sums + first / 2, staged);
-        else stage_tokens<S::TOKENS % at_once, 0>(sums + first / 2, staged);
+        stage_tokens<0>(sums + first / 2, staged);
         block.sync();
         finish_part<Part>(block.args, staging, shard, strip, staging.row(mine), first + mine, first_row, rows, block.lane);
     }

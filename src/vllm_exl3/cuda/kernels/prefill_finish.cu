@@ -29,13 +29,21 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
     if (strip >= shard.out_features / STRIP || row >= args.rows || range == last) return;  // one range has ended its tile itself
     FinishBlock block{args, *reinterpret_cast<Staging*>(memory), int(threadIdx.x / 32), int(threadIdx.x & 31), int(threadIdx.x)};
     fetch_scales(args, block.staging, segment.shard, strip, row, FinishShape::TOKENS, threadIdx.x, PAIR_THREADS);
-    float sums[FinishShape::TOKENS / 2] = {};
-    for (; range <= last; ++range) {
-        const float4* from = prefill_partials(args, range, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;
+    constexpr int groups = FinishShape::TOKENS / 8;
+    const auto load = [&](float4(&part)[groups], u32 of) {
+        const float4* from = prefill_partials(args, of, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;
 #pragma unroll
-        for (int j = 0; j < FinishShape::TOKENS / 8; ++j) {
-            const float4 v = __ldcg(from + j * PAIR_THREADS);
-            sums[4 * j] += v.x, sums[4 * j + 1] += v.y, sums[4 * j + 2] += v.z, sums[4 * j + 3] += v.w;
+        for (int j = 0; j < groups; ++j) part[j] = __ldcg(from + j * PAIR_THREADS);
+    };
+    float sums[FinishShape::TOKENS / 2] = {};
+    float4 part[groups], next[groups];  // one is on its way while the other is added
+    load(part, range);
+    for (; range <= last; ++range) {
+        if (range < last) load(next, range + 1);
+#pragma unroll
+        for (int j = 0; j < groups; ++j) {
+            sums[4 * j] += part[j].x, sums[4 * j + 1] += part[j].y, sums[4 * j + 2] += part[j].z, sums[4 * j + 3] += part[j].w;
+            part[j] = next[j];
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -54,6 +54,18 @@ struct Item {
             for (int j = 0; j < 8; ++j) v[8 * i + j] *= factors[j];
         }
     }
+    // The same where suh lies in shared memory, too, with the rows' pitch.
+    __device__ __forceinline__ void load_held(float (&v)[UNIT_IN], const PrefillArgs& args, const u8* rows, const u8* suh) const {
+        const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * row_pitch(args) + unit * UNIT_PITCH);
+        const uint4* scales = reinterpret_cast<const uint4*>(suh + unit * UNIT_PITCH);
+#pragma unroll
+        for (int i = 0; i < int(UNIT_IN) / 8; ++i) {
+            float x[8] = {}, factors[8] = {};
+            if (exists) unpack(x, raw[i], args.x_type), unpack(factors, scales[i], F16);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[8 * i + j] = x[j] * factors[j];
+        }
+    }
     // H over the 128-block; unscaled.
     __device__ __forceinline__ void rotate(float (&v)[UNIT_IN]) const {
 #pragma unroll
@@ -69,6 +81,13 @@ struct Item {
         for (int i = 0; i < int(UNIT_IN); ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], 1));
     }
 };
+
+// Starts to bring a shard's suh to shared memory.
+__device__ __forceinline__ void hold_suh(const PrefillArgs& args, u32 shard, u8* suh) {
+    const u16* from = args.shards[shard].suh;
+    for (u32 i = threadIdx.x; i < args.in_features / 8; i += blockDim.x)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(suh + i / 8 * UNIT_PITCH + i % 8 * 16)), "l"(from + 8 * i) : "memory");
+}
 
 // Starts to bring the block's rows to shared memory.
 __device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows) {

@@ -112,7 +112,7 @@ __device__ __forceinline__ void prefill_mma(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     MmaBlock block{args, 0, 0, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES)};
     block.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), block.lane = threadIdx.x & 31, block.thread = threadIdx.x, block.place = 0;
-    block.ring = shared_address(memory) + BARRIER_BYTES + STAGING_BYTES<S>, block.stride = args.weight_bytes + S::activation_bytes;
+    block.ring = shared_address(memory) + BARRIER_BYTES + STAGING_BYTES, block.stride = args.weight_bytes + S::activation_bytes;
     let_next_start();
     wait_for_previous();
     PrefillWalk walk(args, blockIdx.x, gridDim.x);

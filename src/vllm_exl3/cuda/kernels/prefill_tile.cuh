@@ -23,9 +23,8 @@ struct Staging {
 
     __device__ __forceinline__ float* row(u32 token) { return reinterpret_cast<float*>(this + 1) + token * OUTPUT_PITCH; }
 };
-// Tokens whose outputs are in shared memory at once.
-template <class S> constexpr u32 STAGED = S::TOKENS > 128 ? 128 : 64;
-template <class S> constexpr u32 STAGING_BYTES = sizeof(Staging) + 4 * STAGED<S> * OUTPUT_PITCH;
+constexpr u32 STAGED = 64;  // tokens whose outputs are in shared memory at once
+constexpr u32 STAGING_BYTES = sizeof(Staging) + 4 * STAGED * OUTPUT_PITCH;
 
 template <int HALF_BITS, int CODEBOOK>
 struct PrefillKind {

@@ -30,45 +30,51 @@ __device__ __forceinline__ void store_halves(const Item& item, float (&v)[UNIT_I
 
 // Grid (groups of args.block_rows rows).
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
-    extern __shared__ __align__(16) u8 rows[];  // with args.holds, the block's rows
+    extern __shared__ __align__(16) u8 rows[];  // with args.holds, the block's rows, and behind them the shard's suh
     __shared__ u32 largest[MAX_SHARDS][MOST_ROWS];
     const bool held = args.holds && loads_vectors(args);
     const u32 items = 2 * args.block_rows * (args.in_features / STRIP), in_block = threadIdx.x / 2 % args.block_rows;
+    const u32 row = blockIdx.x * args.block_rows + in_block;
+    u8* suh = rows + args.block_rows * row_pitch(args);
+    const auto load = [&](float(&v)[UNIT_IN], const Item& item, u32 s) {
+        if (held) item.load_held(v, args, rows, suh);
+        else item.load(v, args, rows, args.shards[s].suh, false);
+    };
     let_next_start();
     for (u32 i = threadIdx.x; i < MAX_SHARDS * MOST_ROWS; i += blockDim.x) largest[i / MOST_ROWS][i % MOST_ROWS] = 0;
+    if (held) hold_suh(args, 0, suh);  // weights never change; x is written by the kernel ahead
     wait_for_previous();
     if (held) hold_rows(args, rows);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
-    // All items of a thread are of one row; a warp goes through its items together.
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
-        float most = 0.0f;
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+        // All items of a thread are of one row; a warp goes through its items together.
+        float most[4] = {};  // chains that do not wait for each other
 #pragma unroll 1
         for (u32 i = threadIdx.x; i - threadIdx.x % 32 < items; i += blockDim.x) {
             float v[UNIT_IN];
-            Item(args, i).load(v, args, rows, args.shards[s].suh, held);
+            load(v, Item(args, i), s);
 #pragma unroll
-            for (int j = 0; j < int(UNIT_IN); ++j) most = larger(most, v[j]);
+            for (int j = 0; j < int(UNIT_IN); ++j) most[j % 4] = larger(most[j % 4], v[j]);
         }
-        u32 bits = __float_as_uint(most);
+        u32 bits = __float_as_uint(larger(larger(most[0], most[1]), larger(most[2], most[3])));
         bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
         for (u32 lanes = 2 * args.block_rows; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
         if ((threadIdx.x & 31) < 2 * args.block_rows && (threadIdx.x & 1) == 0) atomicMax(&largest[s][in_block], bits);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (u32 s = 0; s < args.shard_count; ++s) {
+        __syncthreads();
         const RowScale scale = row_scale(HALF, largest[s][in_block]);
-        const u32 row = blockIdx.x * args.block_rows + in_block;
         if (threadIdx.x < 2 * args.block_rows && (threadIdx.x & 1) == 0 && row < args.rows) args.scales[s * args.rows + row] = scale.undo;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i - threadIdx.x % 32 < items; i += blockDim.x) {
             const Item item(args, i);
             float v[UNIT_IN];
-            item.load(v, args, rows, args.shards[s].suh, held);
+            load(v, item, s);
             item.rotate(v);
             store_halves(item, v, args, s, scale.factor);
         }
+        if (!held || s + 1 == args.shard_count) continue;
+        __syncthreads();
+        hold_suh(args, s + 1, suh);
     }
 }
