@@ -1,8 +1,8 @@
 """Routing where several data-parallel ranks share experts, which vLLM does with a mask that is too short.
 
-vLLM gathers the tokens of all ranks before it routes them, unless a method of experts exchanges tokens itself, and from
-0.32 on masks those that only fill a CUDA graph up. The mask is that of a rank's own tokens: the routing kernel refuses
-it ("is_padding size mismatch"). Without the mask, padding is routed like any token and its outputs are dropped.
+vLLM 0.30 to 0.33 gathers the tokens of all ranks before it routes them, unless a method of experts exchanges tokens
+itself, and masks those that only fill a CUDA graph up. The mask is that of a rank's own tokens: the routing kernel
+refuses it ("is_padding size mismatch"). Without it, padding is routed like any token, and its outputs are dropped.
 """
 
 import logging
