@@ -328,12 +328,6 @@ def test_what_is_not_served_is_refused_when_built(tmp_path: Path, options: dict,
         build(open_pack(tmp_path, stored(layer)), layer, **options)
 
 
-def test_the_gpt_oss_class_is_refused() -> None:
-    kind = type("GptOssRoutedExperts", (), {"__module__": "vllm.model_executor.models.gpt_oss"})
-    with pytest.raises(Exl3PackError, match="gpt-oss packs are not served yet"):
-        moe_checks.refuse_unserved("model.layers.0.mlp.experts", kind())
-
-
 @pytest.mark.parametrize(("targets", "refused"), [(None, True), (["q_proj", "experts"], True), (["q_proj"], False)])
 def test_lora_is_for_dense_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: list[str] | None, refused: bool

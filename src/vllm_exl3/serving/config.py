@@ -40,7 +40,7 @@ from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.metrics import leave_counters
-from vllm_exl3.serving.models import qwen4_exp
+from vllm_exl3.serving.models import gpt_oss, qwen4_exp
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
@@ -199,8 +199,11 @@ class Exl3Config(QuantizationConfig):
                 raise RuntimeError("Exl3Config: maybe_update_config has not named the pack yet")
             self._pack = Pack.open(self.source, self.revision)
             # Before this process builds a layer, each of which asks for the pack.
-            if any(map(qwen4_exp.is_qwen4_exp, architectures(self._pack.config))):
-                qwen4_exp.install()
+            for architecture in architectures(self._pack.config):
+                if qwen4_exp.is_qwen4_exp(architecture):
+                    qwen4_exp.install()
+                if gpt_oss.is_gpt_oss(architecture):
+                    gpt_oss.install()
         return self._pack
 
     def resolve(self, prefix: str) -> Resolution | None:

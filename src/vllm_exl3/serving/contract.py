@@ -165,6 +165,7 @@ TOUCHED = (
         "an expert layer's other parameters",
         ("param", "loaded_weight"),
     ),
+    Touched("vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights", "gpt-oss' experts", ("weights",)),
     Touched("vllm.distributed:get_pp_group", "pipeline stages"),
     Touched("vllm.distributed.utils:get_pp_indices", "pipeline stages", ("num_hidden_layers", "pp_rank", "pp_size")),
     Touched(

@@ -75,15 +75,8 @@ def refuse_unserved(where: str, layer: RoutedExperts) -> None:
     """Refuse what the engine's configuration asks for and EXL3 experts cannot do.
 
     Raises:
-        Exl3PackError: EPLB, LoRA on the experts, or a model class that cannot load a pack's experts.
+        Exl3PackError: EPLB, or LoRA on the experts.
     """
-    if type(layer).__module__.rpartition(".")[2] == "gpt_oss":
-        raise _refusal(
-            where,
-            "vLLM's gpt-oss class, which takes experts under its own names only and drops all others",
-            "a model class that hands every expert's tensors over",
-            "gpt-oss packs are not served yet.",
-        )
     if layer.moe_config.moe_parallel_config.enable_eplb:
         raise _refusal(
             where,
