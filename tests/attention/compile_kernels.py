@@ -63,7 +63,8 @@ def main(capability: int) -> None:
     for warps, stages, constants in variants:
         built = build(attend.attend_kernel, target, warps, stages, **constants)
         # Two values an instruction, on the matrix unit: what the kernel is written for.
-        assert "lop3.b32" in built.asm["ptx"] and ("mma.sync" in built.asm["ptx"] or "wgmma" in built.asm["ptx"])
+        ptx = built.asm["ptx"]
+        assert "lop3.b32" in ptx and any(name in ptx for name in ("mma.sync", "wgmma", "tcgen05.mma"))
         assert built.metadata.shared <= 99 * 1024, built.metadata.shared
     rows = {"GROUP": 6, "ROWS": 8, "BLOCK_Q": 1, "HEAD_BLOCKS": 1}
     build(merge.merge_kernel, target, 4, 3, **head(256), **rows, TILE=128, STEP=16, WINDOW=0, SINKS=True)
