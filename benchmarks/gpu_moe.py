@@ -93,8 +93,12 @@ def forms_for(arguments: argparse.Namespace, experts: int, top_k: int, tokens: i
     if not arguments.tune:
         return [None]
     rows = tokens * top_k / experts  # an expert, on average
-    least = {"wide128": 1.0, "wide256": 96.0}
-    return [form for form in every_form() if rows >= least.get(form.name, 0.0) and (form.wide or rows <= _NARROW_ROWS)]
+    least, most = {"wide32": 1.0, "wide64": 8.0, "wide256": 24.0}, {"wide32": 64.0, "wide64": 128.0}
+    return [
+        form
+        for form in every_form()
+        if least.get(form.name, 0.0) <= rows <= most.get(form.name, math.inf) and (form.wide or rows <= _NARROW_ROWS)
+    ]
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,8 @@ import torch
 from vllm_exl3.ops.activation import activate
 from vllm_exl3.ops.experts import Projection, pack_table, projection_kinds
 from vllm_exl3.ops.trellis import decode, hadamard
-from vllm_exl3.pack.stored import BLOCK, Codebook
+from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.expert_layout import lay_out_experts
 
 Kind = tuple[float, int]
 MUL1, MCG, INST3 = (int(codebook) for codebook in (Codebook.MUL1, Codebook.MCG, Codebook.INST3))
@@ -102,35 +103,19 @@ def random_layer(
 ) -> GpuLayer:
     """A layer whose every projection takes its own kind, in turn, and its own random contents."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    inner, outer = -(-intermediate // BLOCK) * BLOCK, -(-hidden // BLOCK) * BLOCK
-    at = {"w13": [0, 0, 0, 0], "w2": [0, 0, 0, 0]}
-    projections: list[list[Projection]] = []
-    count = 0
-    for _ in range(experts):
-        row = []
-        for index in range(3 if gated else 2):
-            down = index == (2 if gated else 1)
-            name, inputs, outputs = ("w2", inner, outer) if down else ("w13", outer, inner)
-            bits, codebook = kinds[count % len(kinds)]
-            count += 1
-            offsets = at[name]
-            part = Projection(*offsets[:3], offsets[3] if bias else -1, round(2 * bits), codebook, inputs, outputs)
-            row.append(part)
-            for position, size in enumerate((part.trellis_words, inputs, outputs, hidden if down else intermediate)):
-                offsets[position] += size
-        projections.append(row)
+    projections, sizes = lay_out_experts(experts, hidden, intermediate, kinds, gated=gated, bias=bias)
 
     def scales(size: int, magnitude: float) -> torch.Tensor:
         sign = torch.randint(0, 2, (size,), generator=generator, device="cuda") * 2 - 1
         return (sign * (0.5 + 1.5 * torch.rand(size, generator=generator, device="cuda")) * magnitude).half()
 
     tensors: dict[str, torch.Tensor | None] = {}
-    for name, inputs in (("w13", outer), ("w2", inner)):
-        words, suh, svh, biases = at[name]
+    for name, first in (("w13", projections[0][0]), ("w2", projections[0][-1])):
+        words, suh, svh, biases = sizes[name]
         tensors[f"{name}_trellis"] = torch.randint(
             -(1 << 15), 1 << 15, (words,), generator=generator, device="cuda", dtype=torch.int16
         )
-        tensors[f"{name}_suh"], tensors[f"{name}_svh"] = scales(suh, inputs**-0.5 / 1.2), scales(svh, 1.0)
+        tensors[f"{name}_suh"], tensors[f"{name}_svh"] = scales(suh, first.in_features**-0.5 / 1.2), scales(svh, 1.0)
         tensors[f"{name}_bias"] = torch.randn(biases, generator=generator, device="cuda") if bias else None
     return GpuLayer(hidden, intermediate, projections, tensors, activation, pack_table(projections).cuda())
 

@@ -14,7 +14,8 @@ import torch
 
 from vllm_exl3.ops.experts import Projection, pack_table, projection_kinds
 from vllm_exl3.pack import codec
-from vllm_exl3.pack.stored import BLOCK, Codebook
+from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.expert_layout import lay_out_experts
 
 Kind = tuple[float, Codebook]
 Activation = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -131,35 +132,23 @@ def random_layer(
 ) -> MoELayer:
     """A layer whose every projection takes its own kind, in turn, and its own random contents."""
     rng = np.random.default_rng(seed)
-    inner, outer = -(-intermediate // BLOCK) * BLOCK, -(-hidden // BLOCK) * BLOCK
-    at = {"w13": [0, 0, 0, 0], "w2": [0, 0, 0, 0]}
-    projections: list[list[Projection]] = []
-    scales: dict[str, list[np.ndarray]] = {f"{name}_{leaf}": [] for name in at for leaf in ("suh", "svh")}
-    count = 0
-    for _ in range(experts):
-        row = []
-        for index in range(3 if gated else 2):
-            down = index == (2 if gated else 1)
-            name, inputs, outputs = ("w2", inner, outer) if down else ("w13", outer, inner)
-            bits, codebook = kinds[count % len(kinds)]
-            count += 1
-            offsets = at[name]
-            part = Projection(*offsets[:3], offsets[3] if bias else -1, round(2 * bits), int(codebook), inputs, outputs)
-            row.append(part)
-            for position, size in enumerate((part.trellis_words, inputs, outputs, hidden if down else intermediate)):
-                offsets[position] += size
-            rms = 1.0 if codebook is Codebook.MUL1 else 1.244
+    projections, sizes = lay_out_experts(experts, hidden, intermediate, kinds, gated=gated, bias=bias)
+    scales: dict[str, list[np.ndarray]] = {f"{name}_{leaf}": [] for name in sizes for leaf in ("suh", "svh")}
+    for row in projections:
+        for part in row:
+            name = "w2" if part is row[-1] else "w13"
+            rms = 1.0 if part.codebook == Codebook.MUL1 else 1.244
+            inputs, outputs = part.in_features, part.out_features
             for leaf, width, scale in (("suh", inputs, inputs**-0.5 / rms), ("svh", outputs, 1.0)):
                 signs = rng.choice([-1.0, 1.0], width)
                 scales[f"{name}_{leaf}"].append(signs * rng.uniform(0.5, 2, width) * scale)
-        projections.append(row)
     tensors: dict[str, torch.Tensor | None] = {}
     for name in ("w13", "w2"):
-        words = rng.integers(-(1 << 15), 1 << 15, at[name][0], dtype=np.int16)
+        words = rng.integers(-(1 << 15), 1 << 15, sizes[name][0], dtype=np.int16)
         tensors[f"{name}_trellis"] = torch.from_numpy(words)
         for leaf in ("suh", "svh"):
             tensors[f"{name}_{leaf}"] = torch.from_numpy(np.concatenate(scales[f"{name}_{leaf}"]).astype(np.float16))
-        values = rng.standard_normal(at[name][3]).astype(np.float32)
+        values = rng.standard_normal(sizes[name][3]).astype(np.float32)
         tensors[f"{name}_bias"] = torch.from_numpy(values) if bias else None
     return MoELayer(hidden, intermediate, projections, tensors, activation, function or swiglu(*activation[1:]))
 
