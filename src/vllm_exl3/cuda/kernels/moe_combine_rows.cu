@@ -3,27 +3,28 @@
 // a time. The order of a sum follows from the choices' numbers.
 #include "moe_outputs.cuh"
 
-// Of two tokens: rows in `order` or NOWHERE, experts, routing weights.
+// A lane's choice of each of two tokens: its row in `order` or NOWHERE, its projection, routing weight, and that times what
+// undoes the row's scale.
 struct Pick {
-    u32 rows[2], experts[2];
-    float weights[2];
-};
+    u32 rows[2];
+    const Projection* projections[2];
+    float weights[2], factors[2];
 
-// Choice `choice` of tokens 2·pair and 2·pair + 1.
-__device__ __forceinline__ Pick pick_choice(const MoeArgs& args, u32 pair, u32 choice) {
-    Pick pick;
+    // Choice `choice` of tokens 2·pair and 2·pair + 1.
+    __device__ __forceinline__ void find(const MoeArgs& args, u32 pair, u32 choice) {
+        const MoeStage& down = args.stages[1];
 #pragma unroll
-    for (u32 r = 0; r < 2; ++r) {
-        const u32 token = 2 * pair + r, slot = token * args.top_k + choice;
-        const bool exists = token < args.tokens && choice < args.top_k;
-        const int expert = exists ? expert_of(args, slot) : -1;
-        const bool counts = expert >= 0;
-        pick.experts[r] = counts ? expert : 0;
-        pick.rows[r] = counts ? args.places[slot] : NOWHERE;
-        pick.weights[r] = !counts ? 0.0f : args.weight_on_input ? 1.0f : args.weights[slot];
+        for (u32 r = 0; r < 2; ++r) {
+            const u32 token = 2 * pair + r, slot = token * args.top_k + choice;
+            const int expert = token < args.tokens && choice < args.top_k ? expert_of(args, slot) : -1;
+            const bool counts = expert >= 0;
+            rows[r] = counts ? args.places[slot] : NOWHERE;
+            projections[r] = &projection_of(args, counts ? expert : 0, down.first);
+            weights[r] = !counts ? 0.0f : args.weight_on_input ? 1.0f : args.weights[slot];
+            factors[r] = counts ? weights[r] * output_factor(args, down, expert, 0, rows[r]) : 0.0f;
+        }
     }
-    return pick;
-}
+};
 
 // Adds up the eight lanes of a column and halves a lane's values at each of three steps; which half stays with a lane, its bit
 // `step` says. Sums of two do not depend on which lane adds them.
@@ -60,26 +61,26 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2) exl3_moe_combine_
     const u32 token = 2 * blockIdx.x + (lane >> 4), blocks = down.out_features / STRIP;
     wait_for_previous();
     let_next_start();
+    Pick pick;
+    pick.find(args, blockIdx.x, lane >> 2);
 #pragma unroll 1
     for (u32 b = threadIdx.x / 32; b < blocks; b += blockDim.x / 32) {
         const u32 channel = b * STRIP + 8 * (lane & 3);
         float total[8] = {};
 #pragma unroll 1
         for (u32 choice = 0; choice < args.top_k; choice += 8) {
-            const Pick pick = pick_choice(args, blockIdx.x, choice + (lane >> 2));
+            if (args.top_k > 8) pick.find(args, blockIdx.x, choice + (lane >> 2));
             StoredBlock stored;
             float sums[8][2][4], v[64];  // v [token][32 channels][8]
             stored.load(down, pick.rows, 0, b, lane);
             stored.rotate(sums, signs);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const Projection& projection = projection_of(args, pick.experts[r], down.first);
-                const u16* svh = down.svh + projection.svh;
-                const float factor = pick.rows[r] == NOWHERE ? 0.0f : pick.weights[r] * output_factor(args, down, pick.experts[r], 0, pick.rows[r]);
+                const u16* svh = down.svh + pick.projections[r]->svh;
 #pragma unroll
                 for (int u = 0; u < 4; ++u) {
-                    scaled_outputs(v + (4 * r + u) * 8, sums, u, r, factor, eight_scales(svh, channel + 32 * u));
-                    add_bias(v + (4 * r + u) * 8, down, projection, channel + 32 * u, pick.weights[r]);
+                    scaled_outputs(v + (4 * r + u) * 8, sums, u, r, pick.factors[r], eight_scales(svh, channel + 32 * u));
+                    add_bias(v + (4 * r + u) * 8, down, *pick.projections[r], channel + 32 * u, pick.weights[r]);
                 }
             }
             float half[32], quarter[16], eighth[8];
