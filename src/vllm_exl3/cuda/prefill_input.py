@@ -4,11 +4,11 @@ import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
+from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["InputCut", "cut_rows", "held_bytes"]
 
-_MOST_ROWS, _MOST_THREADS = 16, 512  # of prefill_transform.cu
-_THREADS = 256  # of blocks that share a multiprocessor
+_MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
 _UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
@@ -50,8 +50,7 @@ def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
         block_rows //= 2
     if rows < limits.multiprocessors or 1.5 * held_bytes(block_rows, in_features) > room:
         block_rows = 1
-    blocks, items = -(-rows // block_rows), block_rows * in_features // UNIT_IN
-    most = _THREADS if blocks > limits.multiprocessors else _MOST_THREADS
-    threads = round_up(-(-items // -(-items // most)), _WARP)
+    parts = block_rows * in_features // _PART
+    threads = round_up(-(-parts // -(-parts // _MOST_THREADS)), max(_WARP, BLOCK // _PART * block_rows))
     held = held_bytes(block_rows, in_features) + in_features // UNIT_IN * _UNIT_PITCH  # suh lies behind the rows
-    return InputCut(block_rows, blocks, threads, held if held <= room else 0)
+    return InputCut(block_rows, -(-rows // block_rows), threads, held if held <= room else 0)

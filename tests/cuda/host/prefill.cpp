@@ -14,9 +14,9 @@ inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 // Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
 #define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
 inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
-inline void ptx_bar_arrive(u32 barrier, unsigned count) {
-    Meeting& meeting = named_meetings[barrier];
-    if (++meeting.arrived == count) meeting.arrived = 0, ++meeting.round;
+inline void ptx_st_shared_v4_u32(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    const u32 words[4] = {a, b, c, d};
+    memcpy(shared_bytes(at, 16), words, 16);
 }
 inline void ptx_st_shared_u32(u32 at, int offset, u32 value) { memcpy(shared_bytes(at + offset, 4), &value, 4); }
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
@@ -38,8 +38,8 @@ extern "C" void transform(const PrefillArgs* args, u32 blocks, u32 threads, u32 
 // Layers whose shards have K = 4 and, second, 3.
 extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared) {
     launch(grid, 1, threads, shared, [=] {
-        if (args->tile_rows == 192) prefill<Shape<192, 1, 1>, 104, 200, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
-        else prefill<Shape<256, 1, 1>, 104, 200, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        if (args->tile_rows == 192) prefill<Shape<192, 1, 1>, 24, 240, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        else prefill<Shape<256, 1, 1>, 24, 240, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
     });
 }
 extern "C" void finish(const PrefillArgs* args, u32 tiles, u32 groups) {

@@ -4,7 +4,7 @@
 #include "prefill.cuh"
 
 // A strip is two Hadamard blocks that share activations. Up to 128 tokens registers suffice for both in one block.
-constexpr int PAIRS = INSTANCE_TOKENS <= 128 ? 2 : 1, COPYING = PAIRS == 2 ? 24 : 104, REGISTERS = PAIRS == 2 ? 112 : 200;
+constexpr int PAIRS = INSTANCE_TOKENS <= 128 ? 2 : 1, COPYING = 24, REGISTERS = PAIRS == 2 ? 112 : 240;
 
 extern "C" __global__ void __launch_bounds__(PRODUCERS + PAIRS * PAIR_THREADS, 1) exl3_prefill(const __grid_constant__ PrefillArgs args) {
     prefill<Shape<INSTANCE_TOKENS, PAIRS, 2 / PAIRS>, COPYING, REGISTERS, PrefillKinds<INSTANCE_KINDS>>(args);

@@ -4,8 +4,7 @@
 // One warp of the first warpgroup fetches units into a ring. The others multiply in pairs, a pair one Hadamard block: 64
 // output channels a warpgroup, one tile column a warp. A warpgroup has one product in flight while it decodes the weights of
 // the next: a second product queued behind the first would stall the warp until the tensor cores take it, and every
-// warpgroup would decode at the same time. With one Hadamard block a thread block, the other warps of the first warpgroup end
-// tiles; with two there are no registers for that, and those that multiply end them.
+// warpgroup would decode at the same time.
 #pragma once
 #include "barrier.cuh"
 #include "prefill_outputs.cuh"
@@ -99,7 +98,6 @@ __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, 
 struct PrefillBlock {
     const PrefillArgs& args;
     UnitRing ring;
-    Outputs outputs;
     Staging& staging; // shared, the pair's
     u32 place;        // which Hadamard block of the strip is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
@@ -137,16 +135,7 @@ __device__ __forceinline__ void release(u32 empty, int lane) {
 }
 
 // Shared memory that ends of tiles take.
-template <class S> constexpr u32 end_bytes = S::PAIRS == 1 ? Outputs::bytes<S> : S::PAIRS * STAGING_BYTES;
-
-// Hands a tile to the warps that end it; the last one is nobody's hindrance, and these warps end their share of it.
-template <class S>
-__device__ __forceinline__ void end_tile(const float (&sums)[S::TOKENS / 2], const PrefillBlock& block, const PrefillSegment& segment) {
-    block.outputs.template hand_over<S::TOKENS>(sums, block.warp, block.lane);
-    if (!segment.last) return Outputs::arrive(Outputs::FILLED);
-    sync_threads(Outputs::FILLED, Outputs::THREADS);
-    block.outputs.template end_rows<S>(block.args, segment, block.place, Outputs::ENDING + block.warp, Outputs::ENDING + PAIR_WARPS, block.lane);
-}
+template <class S> constexpr u32 end_bytes = S::PAIRS == 1 ? Outputs<S::TOKENS>::bytes : S::PAIRS * STAGING_BYTES;
 
 // Multiplies a segment of shards of one kind. Which of the overloads serves is the shape's choice.
 template <class K, int TOKENS, int PAIRS, int CLUSTER>
@@ -155,7 +144,7 @@ __device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, Prefil
     float sums[TOKENS / 2] = {};
     u32 even[4], odd[4], words[K::Window::words];
     UnitRing& ring = block.ring;
-    if constexpr (PAIRS > 1) fetch_scales<S>(block, segment);
+    fetch_scales<S>(block, segment);
     mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
     load_unit<K, S::PAIRS>(words, block);
     decode_step<K, 0>(even, words);
@@ -183,7 +172,10 @@ __device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, Prefil
     if constexpr (PAIRS > 1) {
         finish_tile<S>(sums, block, segment);
     } else if (has_block<S>(block.args, segment, block.place)) {
-        if (segment.complete) end_tile<S>(sums, block, segment);
+        const u32 first_row = segment.row_tile * TOKENS;
+        if (segment.complete)
+            Outputs<TOKENS>(reinterpret_cast<u8*>(&block.staging)).end(sums, block, block.args.shards[segment.shard], S::STRIPS * segment.strip + block.place,
+                                                                      first_row, min(u32(TOKENS), block.args.rows - first_row));
         else leave_sums<S>(sums, block, segment);
     }
 }
@@ -216,14 +208,14 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     if (warp < PRODUCERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
         if (warp == 0) produce<S>(args, ring, rank);
-        else if constexpr (S::PAIRS == 1) Outputs(memory + BARRIER_BYTES).end_tiles<S>(args, rank, warp - 1, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         wait_for_previous();
         const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
-        PrefillBlock block{args, ring, Outputs(memory + BARRIER_BYTES), *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES)};
+        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES)};
         block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
+        if constexpr (S::PAIRS == 1) Outputs<S::TOKENS>(memory + BARRIER_BYTES).write_matrix(block.thread);
         PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
         PrefillSegment segment;
         while (walk.next(args, segment)) dispatch_kind<S>(List{}, block, segment);

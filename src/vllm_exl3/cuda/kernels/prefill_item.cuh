@@ -54,18 +54,6 @@ struct Item {
             for (int j = 0; j < 8; ++j) v[8 * i + j] *= factors[j];
         }
     }
-    // The same where suh lies in shared memory, too, with the rows' pitch.
-    __device__ __forceinline__ void load_held(float (&v)[UNIT_IN], const PrefillArgs& args, const u8* rows, const u8* suh) const {
-        const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * row_pitch(args) + unit * UNIT_PITCH);
-        const uint4* scales = reinterpret_cast<const uint4*>(suh + unit * UNIT_PITCH);
-#pragma unroll
-        for (int i = 0; i < int(UNIT_IN) / 8; ++i) {
-            float x[8] = {}, factors[8] = {};
-            if (exists) unpack(x, raw[i], args.x_type), unpack(factors, scales[i], F16);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[8 * i + j] = x[j] * factors[j];
-        }
-    }
     // H over the 128-block; unscaled.
     __device__ __forceinline__ void rotate(float (&v)[UNIT_IN]) const {
 #pragma unroll
@@ -90,8 +78,8 @@ __device__ __forceinline__ void hold_suh(const PrefillArgs& args, u32 shard, u8*
 }
 
 // Starts to bring the block's rows to shared memory.
-__device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows) {
-    const u32 width = args.in_features / 8, pitch = row_pitch(args);
+__device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows, u32 pitch) {
+    const u32 width = args.in_features / 8;
     for (u32 in_block = 0; in_block < args.block_rows; ++in_block) {
         const u32 row = blockIdx.x * args.block_rows + in_block;
         if (row >= args.rows) return;
@@ -103,3 +91,4 @@ __device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows) {
         }
     }
 }
+__device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows) { hold_rows(args, rows, row_pitch(args)); }

@@ -1,30 +1,44 @@
-// Ends tiles in warps of their own, while those that multiply go on to the next tile.
+// Ends a tile with the tensor cores: the output Hadamard as a product of its sums in fp16 with a matrix of ones and minus ones.
 //
-// With all of a tile's registers in use there is no room for a second tile's sums. They are left in shared memory in fp16, a
-// 4096th of them: all of a tile at once, so that the warps that multiply do not wait for the slower ones that end it. That is one
-// rounding more, as large as the rounding of activations; sums are bounded by the length of their columns of weights and rows of
-// activations, 2^24 at most. The last tile of a block is ended by all of its warps.
+// Butterflies in registers take more instructions than there are cycles to hide them: those that run beside wgmma slow it down,
+// wherever they are. As a product the transform takes 1024 cycles a tile, and its result lies so that threads store 16 bytes.
+// Rounding sums to fp16, a 4096th of them, is one rounding more, as large as the rounding of activations; sums are bounded by the
+// length of their columns of weights and rows of activations, 2^24 at most.
 #pragma once
-#include "barrier.cuh"
 #include "prefill_epilogue.cuh"
+#include "wgmma_shared.cuh"
 
+template <int TOKENS>
 struct Outputs {
-    static constexpr u32 PITCH = 2 * STRIP + 16;  // bytes of a token: free of bank conflicts on both sides
-    static constexpr u32 SHARE = 32, ROWS = 8;    // channels of a lane; rows of a warp at once
-    static constexpr u32 ENDING = 3;              // warps that do nothing else
-    static constexpr u32 FREE = 2, FILLED = 3, ENDED = 4, THREADS = PAIR_THREADS + 32 * ENDING;  // barriers
+    static constexpr u32 HALF = 64;                      // channels that a warpgroup multiplied; the rest is one addition
+    static constexpr u32 MATRIX_BYTES = HALF * HALF * 2, PITCH = TOKENS * 16;  // of eight channels of all tokens
+    static constexpr u32 bytes = sizeof(Staging) + MATRIX_BYTES + STRIP / 8 * PITCH;
     static constexpr float LEFT = 1.0f / 4096;
 
-    template <class S> static constexpr u32 bytes = sizeof(Staging) + S::TOKENS * PITCH;
-
-    Staging& staging;  // of scales only
-    u32 halves;        // shared address: [token][tile column][8] pairs of channels i and i + 8 of the column
+    Staging& staging;    // of scales only
+    u32 matrix, halves;  // shared addresses, both in the layout of wgmma
 
     __device__ __forceinline__ explicit Outputs(u8* memory)
-        : staging(*reinterpret_cast<Staging*>(memory)), halves(shared_address(memory) + sizeof(Staging)) {}
+        : staging(*reinterpret_cast<Staging*>(memory)), matrix(shared_address(memory) + sizeof(Staging)), halves(matrix + MATRIX_BYTES) {}
 
-    static __device__ __forceinline__ void arrive(u32 barrier) {
-        asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+    // Channel of place k of a half: a thread's two channels of a tile column lie side by side.
+    static __device__ __forceinline__ u32 channel_in(u32 k) { return k / 16 * 16 + k % 16 / 2 + k % 2 * 8; }
+    // Channel of column n of a half's result: a lane has eight and eight consecutive ones.
+    static __device__ __forceinline__ u32 channel_out(u32 n) { return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2; }
+
+    // H of 64 channels, by 256 threads.
+    __device__ __forceinline__ void write_matrix(u32 thread) const {
+        for (u32 piece = thread; piece < MATRIX_BYTES / 16; piece += PAIR_THREADS) {
+            const u32 n = piece % HALF, first = piece / HALF * 8;
+            u32 words[4];
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 low = parity(channel_out(n) & channel_in(first + 2 * i)), high = parity(channel_out(n) & channel_in(first + 2 * i + 1));
+                words[i] = 0x3c003c00u | low << 15 | high << 31;
+            }
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(matrix + 16 * piece), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                         "r"(words[3]) : "memory");
+        }
     }
     template <int OFFSET>
     static __device__ __forceinline__ void store_pair(u32 address, float low, float high) {
@@ -32,100 +46,82 @@ struct Outputs {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high * LEFT), "f"(low * LEFT));
         asm volatile("st.shared.u32 [%0 + %1], %2;" ::"r"(address), "n"(OFFSET), "r"(word) : "memory");
     }
-    template <int TOKENS, int J>
+    template <int J>
     static __device__ __forceinline__ void leave(const float* sums, u32 address) {
         if constexpr (J < TOKENS / 8) {
             const float* d = sums + 4 * J;
-            store_pair<8 * J * PITCH>(address, d[0], d[2]);
-            store_pair<(8 * J + 1) * PITCH>(address, d[1], d[3]);
-            leave<TOKENS, J + 1>(sums, address);
+            store_pair<128 * J>(address, d[0], d[2]);
+            store_pair<128 * J + 16>(address, d[1], d[3]);
+            leave<J + 1>(sums, address);
         }
     }
-    // The multiplying warps' side.
-    template <int TOKENS>
-    __device__ __forceinline__ void hand_over(const float (&sums)[TOKENS / 2], int warp, int lane) const {
-        sync_threads(FREE, THREADS);
-        leave<TOKENS, 0>(sums, halves + 2 * (lane & 3) * PITCH + 32 * warp + 4 * (lane >> 2));
-    }
-
-    // Ends the tile's rows 8·first and following, every 8·`step`, in one warp.
-    template <class S>
-    __device__ __forceinline__ void end_rows(const PrefillArgs& args, const PrefillSegment& segment, u32 place, u32 first, u32 step, int lane) const {
-        const PrefillShard& shard = args.shards[segment.shard];
-        const u32 strip = S::STRIPS * segment.strip + place, first_row = segment.row_tile * S::TOKENS;
-        const u32 rows = min(u32(S::TOKENS), args.rows - first_row), channel = SHARE * (lane / ROWS);
-        const Crop crop(args, shard, strip);
+    // All of a tile, by the 256 threads that multiplied it.
+    template <class Block>
+    __device__ __forceinline__ void end(const float (&sums)[TOKENS / 2], const Block& block, const PrefillShard& shard, u32 strip, u32 first_row,
+                                        u32 rows) const {
+        const int lane = block.lane, g = lane >> 2, q = lane & 3;
+        asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
+        leave<0>(sums, halves + (2 * block.warp + (g >> 2)) * PITCH + 32 * q + 4 * (g & 3));
+        fence_async();
+        block.sync();
+        const Crop crop(block.args, shard, strip);
 #pragma unroll 1
-        for (u32 row = ROWS * first; row < rows; row += ROWS * step) {
-            const u32 token = row + lane % ROWS;
-            float v[SHARE];
-            load(v, halves + token * PITCH + 2 * channel);
-            butterflies<1>(v);
+        for (u32 first = 64 * (block.warp / 4); first < rows; first += 128) {  // every other 64 tokens a warpgroup
+            float v[2][32] = {};
 #pragma unroll
-            for (int lanes = ROWS; lanes < 32; lanes *= 2) {  // channel bits 5 and 6
-                const float sign = lane & lanes ? -1.0f : 1.0f;
+            for (u32 i = 0; i < 32; ++i) asm volatile("" : "+f"(v[0][i]), "+f"(v[1][i])::"memory");  // zero ahead of the fence
+            warpgroup_fence();
 #pragma unroll
-                for (int i = 0; i < int(SHARE); ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], lanes));
+            for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+                for (u32 step = 0; step < 4; ++step)
+                    multiply_shared(v[half], matrix_descriptor<PITCH>((halves + (8 * half + 2 * step) * PITCH + 16 * first) & 0x3ffff),
+                                    matrix_descriptor<16 * HALF>((matrix + 2 * step * 16 * HALF) & 0x3ffff));
+            warpgroup_commit();
+            warpgroup_wait();
+#pragma unroll
+            for (u32 i = 0; i < 32; ++i) {
+                asm volatile("" : "+f"(v[0][i]), "+f"(v[1][i])::"memory");
+                const float a = v[0][i], b = v[1][i];
+                v[0][i] = a + b, v[1][i] = a - b;
             }
-            const float undo = staging.undo[token] * (HADAMARD_SCALE / LEFT);
 #pragma unroll
-            for (int i = 0; i < int(SHARE); i += 8) {
-                const uint4 raw = *reinterpret_cast<const uint4*>(&staging.svh[channel + i]);
-                const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+            for (u32 row = 0; row < 2; ++row) {
+                const u32 token = first + 16 * (block.warp % 4) + 8 * row + g;
+                if (token >= rows) continue;
+                const float undo = staging.undo[token] * (HADAMARD_SCALE / LEFT);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) v[i + j] = v[i + j] * undo * half_to_float(u16(words[j / 2] >> 16 * (j & 1)));
-            }
-            if (args.bias != nullptr) {
+                for (u32 part = 0; part < 4; ++part) {  // eight channels each
+                    const u32 channel = 64 * (part / 2) + 32 * (part % 2) + 8 * q;
+                    float eight[8];
 #pragma unroll
-                for (int i = 0; i < int(SHARE); i += 4) {
-                    const float4 values = *reinterpret_cast<const float4*>(&staging.bias[channel + i]);
-                    v[i] += values.x, v[i + 1] += values.y, v[i + 2] += values.z, v[i + 3] += values.w;
+                    for (u32 i = 0; i < 8; ++i) eight[i] = v[part / 2][16 * (part % 2) + i / 2 * 4 + 2 * row + i % 2];
+                    finish_eight(eight, block.args, crop, channel, undo, first_row + token);
                 }
             }
-            if (token < rows) store(v, args, crop, channel, first_row + token);
         }
-    }
-    // The ending warps' side, for all tiles of the block.
-    template <class S>
-    __device__ __forceinline__ void end_tiles(const PrefillArgs& args, u32 place, u32 mine, int lane) const {
-        PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
-        PrefillSegment segment;
-        wait_for_previous();
-        while (walk.next(args, segment)) {
-            if (!segment.complete || !has_block<S>(args, segment, place)) continue;
-            sync_threads(ENDED, 32 * ENDING);
-            arrive(FREE);
-            fetch_scales(args, staging, segment.shard, S::STRIPS * segment.strip + place, segment.row_tile * S::TOKENS, S::TOKENS,
-                         32 * mine + lane, 32 * ENDING);
-            asm volatile("cp.async.wait_all;" ::: "memory");
-            sync_threads(FILLED, THREADS);
-            end_rows<S>(args, segment, place, mine, segment.last ? ENDING + PAIR_WARPS : ENDING, lane);
-        }
+        block.sync();  // the next tile's sums and scales go where this one's are
     }
 
 private:
-    static __device__ __forceinline__ void load(float (&v)[SHARE], u32 address) {
-#pragma unroll
-        for (u32 word = 0; word < SHARE / 2; word += 4) {
-            u32 pairs[4];
-            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
-                         : "r"(address + 4 * word) : "memory");
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                const u32 at = 16 * (word / 8) + word % 8 + j;
-                v[at] = half_to_float(u16(pairs[j])), v[at + 8] = half_to_float(u16(pairs[j] >> 16));
-            }
-        }
+    static __device__ __forceinline__ u32 parity(u32 v) {
+        v ^= v >> 4, v ^= v >> 2;
+        return (v ^ v >> 1) & 1;
     }
-    static __device__ __forceinline__ void store(const float (&v)[SHARE], const PrefillArgs& args, const Crop& crop, u32 channel, u32 row) {
-        if (!crop.whole) {
+    __device__ __forceinline__ void finish_eight(float (&v)[8], const PrefillArgs& args, const Crop& crop, u32 channel, float undo, u32 row) const {
+        const uint4 raw = *reinterpret_cast<const uint4*>(&staging.svh[channel]);
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-            for (u32 i = 0; i < SHARE; ++i) {
-                const u32 kept = crop.first + channel + i - crop.shard.crop_start;  // wraps below the crop
-                if (kept < crop.shard.crop_size) store_element(args.out, row * args.out_stride + crop.shard.out_column + kept, args.out_type, v[i]);
-            }
-            return;
+        for (int i = 0; i < 8; ++i) v[i] = v[i] * undo * half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
+        if (args.bias != nullptr) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] += staging.bias[channel + i];
         }
-        store_vectors<8>(v, args, crop.place(args, row) + channel);
+        if (crop.whole) return store_vectors<8>(v, args, crop.place(args, row) + channel);
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            const u32 kept = crop.first + channel + i - crop.shard.crop_start;  // wraps below the crop
+            if (kept < crop.shard.crop_size) store_element(args.out, row * args.out_stride + crop.shard.out_column + kept, args.out_type, v[i]);
+        }
     }
 };

@@ -71,7 +71,7 @@ struct PrefillSegment {
     u32 shard, strip, row_tile;  // the strip counts from the shard's first
     u32 begin, end;
     u32 cut_tile;                // number among the tiles that are cut, where it is one
-    bool complete, last;         // from end to end; the cluster's last
+    bool complete;
 
     // Row tiles of a group change fastest: their activations stay in the L2 while weights stream by.
     __device__ __forceinline__ void locate(const PrefillArgs& args, u32 index) {
@@ -107,7 +107,6 @@ struct PrefillWalk {
         } else {
             return false;
         }
-        segment.last = tile >= args.whole_tiles && unit >= unit_end;
         segment.locate(args, index);
         return true;
     }

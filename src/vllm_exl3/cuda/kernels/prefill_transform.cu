@@ -2,76 +2,133 @@
 // order in which wgmma reads it as its B operand.
 //
 // A block has a few whole rows, since what a row is scaled by depends on all of it. They come to shared memory once and are
-// read twice, for the scale and to be rotated.
+// read twice, for the scale and to be rotated. A lane has 32 consecutive channels of a row, four neighbours a 128-block: with
+// 64, which need one exchange less, registers keep so few warps that nobody hides their latencies.
 #include "prefill_item.cuh"
 #include "rotation.cuh"
 
-constexpr int MOST_THREADS = 512, MOST_ROWS = 16;
+constexpr int MOST_THREADS = 512, MOST_ROWS = 16, PART = 32;
+constexpr u32 PARTS = STRIP / PART;  // of a 128-block
 
-// Rounds a rotated item and stores it.
-__device__ __forceinline__ void store_halves(const Item& item, float (&v)[UNIT_IN], const PrefillArgs& args, u32 shard, float factor) {
-#pragma unroll
-    for (int i = 0; i < int(UNIT_IN); ++i) v[i] *= factor;
-    if (!item.exists) return;
-    const u32 units = args.in_features / UNIT_IN, row_tile = item.row / args.tile_rows, token = item.row % args.tile_rows;
-    uint4* to = reinterpret_cast<uint4*>(args.activations) +
-        (static_cast<u64>(shard * args.row_tiles + row_tile) * units + item.unit) * (args.tile_rows * 8) + token;
-#pragma unroll
-    for (int matrix = 0; matrix < 8; ++matrix) {
-        u32 words[4];  // of k-tile 0..3: matrix m has its pair m/2 + 4·(m % 2)
-#pragma unroll
-        for (int tile = 0; tile < 4; ++tile) {
-            const float* pair = v + 16 * tile + 2 * (matrix / 2) + 8 * (matrix % 2);
-            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[tile]) : "f"(pair[1]), "f"(pair[0]));
-        }
-        to[matrix * args.tile_rows] = make_uint4(words[0], words[1], words[2], words[3]);
+// From row to row in shared memory: what keeps eight lanes' reads, of one or two rows, free of bank conflicts.
+__device__ __forceinline__ u32 held_pitch(const PrefillArgs& args) { return args.in_features / UNIT_IN * UNIT_PITCH / 128 * 128 + 128 + 32; }
+
+// Part `part` of the row `row`, which is the block's row `in_block`.
+struct Part {
+    u32 row, in_block, part;
+    bool exists;
+
+    __device__ __forceinline__ Part(const PrefillArgs& args, u32 index) {
+        const u32 group = index / PARTS;
+        in_block = group % args.block_rows, row = blockIdx.x * args.block_rows + in_block;
+        part = PARTS * (group / args.block_rows) + index % PARTS;
+        exists = row < args.rows && part < args.in_features / PART;
     }
-}
+    __device__ __forceinline__ u32 place() const { return part / 2 * UNIT_PITCH + part % 2 * (2 * PART); }  // in a row in shared memory
+
+    // x·suh, of which `rows` and `suh` are in shared memory.
+    __device__ __forceinline__ void load_held(float (&v)[PART], const PrefillArgs& args, const u8* rows, const u8* suh) const {
+        const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * held_pitch(args) + place());
+        const uint4* scales = reinterpret_cast<const uint4*>(suh + place());
+#pragma unroll
+        for (int i = 0; i < PART / 8; ++i) {
+            float x[8] = {}, factors[8] = {};
+            if (exists) unpack(x, raw[i], args.x_type), unpack(factors, scales[i], F16);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[8 * i + j] = x[j] * factors[j];
+        }
+    }
+    // The same from memory, for any type and alignment.
+    __device__ __forceinline__ void load(float (&v)[PART], const PrefillArgs& args, const u16* suh) const {
+#pragma unroll
+        for (int i = 0; i < PART; ++i) {
+            const u32 column = part * PART + i;
+            v[i] = exists && column < args.in_width
+                ? load_element(args.x, row * args.x_stride + column, args.x_type) * half_to_float(suh[column]) : 0.0f;
+        }
+    }
+    // H over the 128-block; unscaled.
+    __device__ __forceinline__ void rotate(float (&v)[PART]) const {
+#pragma unroll
+        for (int step = 1; step < PART; step *= 2)
+#pragma unroll
+            for (int i = 0; i < PART; ++i)
+                if (!(i & step)) {
+                    const float a = v[i], b = v[i + step];
+                    v[i] = a + b, v[i + step] = a - b;
+                }
+#pragma unroll
+        for (u32 lanes = 1; lanes < PARTS; lanes *= 2) {
+            const float sign = part & lanes ? -1.0f : 1.0f;
+#pragma unroll
+            for (int i = 0; i < PART; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], lanes));
+        }
+    }
+    // Rounds it and stores it: two of the four k-tiles of a unit.
+    __device__ __forceinline__ void store(const float (&v)[PART], const PrefillArgs& args, u32 shard, float factor) const {
+        if (!exists) return;
+        const u32 units = args.in_features / UNIT_IN, row_tile = row / args.tile_rows, token = row % args.tile_rows;
+        uint4* unit = reinterpret_cast<uint4*>(args.activations) +
+            (static_cast<u64>(shard * args.row_tiles + row_tile) * units + part / 2) * (args.tile_rows * 8) + token;
+        uint2* to = reinterpret_cast<uint2*>(unit) + part % 2;
+#pragma unroll
+        for (int matrix = 0; matrix < 8; ++matrix) {
+            u32 words[2];  // of each k-tile: matrix m has its pair m/2 + 4·(m % 2)
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                const float* pair = v + 16 * tile + 2 * (matrix / 2) + 8 * (matrix % 2);
+                asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[tile]) : "f"(pair[1] * factor), "f"(pair[0] * factor));
+            }
+            to[2 * matrix * args.tile_rows] = make_uint2(words[0], words[1]);
+        }
+    }
+};
 
 // Grid (groups of args.block_rows rows).
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
     extern __shared__ __align__(16) u8 rows[];  // with args.holds, the block's rows, and behind them the shard's suh
     __shared__ u32 largest[MAX_SHARDS][MOST_ROWS];
     const bool held = args.holds && loads_vectors(args);
-    const u32 items = 2 * args.block_rows * (args.in_features / STRIP), in_block = threadIdx.x / 2 % args.block_rows;
+    const u32 parts = args.block_rows * (args.in_features / PART), in_block = threadIdx.x / PARTS % args.block_rows;
     const u32 row = blockIdx.x * args.block_rows + in_block;
-    u8* suh = rows + args.block_rows * row_pitch(args);
-    const auto load = [&](float(&v)[UNIT_IN], const Item& item, u32 s) {
-        if (held) item.load_held(v, args, rows, suh);
-        else item.load(v, args, rows, args.shards[s].suh, false);
+    const bool first_of_row = threadIdx.x % 32 < PARTS * args.block_rows && threadIdx.x % PARTS == 0;  // in its warp
+    u8* suh = rows + args.block_rows * held_pitch(args);
+    const auto load = [&](float(&v)[PART], const Part& part, u32 s) {
+        if (held) part.load_held(v, args, rows, suh);
+        else part.load(v, args, args.shards[s].suh);
     };
     let_next_start();
     for (u32 i = threadIdx.x; i < MAX_SHARDS * MOST_ROWS; i += blockDim.x) largest[i / MOST_ROWS][i % MOST_ROWS] = 0;
     if (held) hold_suh(args, 0, suh);  // weights never change; x is written by the kernel ahead
     wait_for_previous();
-    if (held) hold_rows(args, rows);
+    if (held) hold_rows(args, rows, held_pitch(args));
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        // All items of a thread are of one row; a warp goes through its items together.
+        // All parts of a thread are of one row; a warp goes through its parts together.
         float most[4] = {};  // chains that do not wait for each other
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i - threadIdx.x % 32 < items; i += blockDim.x) {
-            float v[UNIT_IN];
-            load(v, Item(args, i), s);
+        for (u32 i = threadIdx.x; i - threadIdx.x % 32 < parts; i += blockDim.x) {
+            float v[PART];
+            load(v, Part(args, i), s);
 #pragma unroll
-            for (int j = 0; j < int(UNIT_IN); ++j) most[j % 4] = larger(most[j % 4], v[j]);
+            for (int j = 0; j < PART; ++j) most[j % 4] = larger(most[j % 4], v[j]);
         }
         u32 bits = __float_as_uint(larger(larger(most[0], most[1]), larger(most[2], most[3])));
-        bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
-        for (u32 lanes = 2 * args.block_rows; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
-        if ((threadIdx.x & 31) < 2 * args.block_rows && (threadIdx.x & 1) == 0) atomicMax(&largest[s][in_block], bits);
+        for (u32 lanes = 1; lanes < 32; lanes *= 2)
+            if (lanes < PARTS || lanes >= PARTS * args.block_rows) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
+        if (first_of_row) atomicMax(&largest[s][in_block], bits);
         __syncthreads();
         const RowScale scale = row_scale(HALF, largest[s][in_block]);
-        if (threadIdx.x < 2 * args.block_rows && (threadIdx.x & 1) == 0 && row < args.rows) args.scales[s * args.rows + row] = scale.undo;
+        if (first_of_row && threadIdx.x < PARTS * args.block_rows && row < args.rows) args.scales[s * args.rows + row] = scale.undo;
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i - threadIdx.x % 32 < items; i += blockDim.x) {
-            const Item item(args, i);
-            float v[UNIT_IN];
-            load(v, item, s);
-            item.rotate(v);
-            store_halves(item, v, args, s, scale.factor);
+        for (u32 i = threadIdx.x; i - threadIdx.x % 32 < parts; i += blockDim.x) {
+            const Part part(args, i);
+            float v[PART];
+            load(v, part, s);
+            part.rotate(v);
+            part.store(v, args, s, scale.factor);
         }
         if (!held || s + 1 == args.shard_count) continue;
         __syncthreads();
