@@ -7,13 +7,11 @@ __all__ = ["Cut", "cut"]
 
 _UNIT_CYCLES = {64: 1250.0, 128: 1450.0, 192: 920.0, 256: 1060.0}
 _INT8_UNIT_CYCLES = {64: 1250.0, 128: 1400.0, 192: 680.0, 256: 690.0}
-_END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 1500.0, 256: 1500.0}
-_LAST_CYCLES = {64: 4500.0, 128: 7500.0, 192: 4000.0, 256: 5000.0}
-"""Cycles of a unit, and of a tile's end where another tile follows or none: measured on an H200
-(docs/kernels-prefill.md)."""
+_END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 5500.0, 256: 7000.0}
+"""Cycles of a unit, and of a tile's end: measured on an H200 (docs/kernels-prefill.md)."""
 
 _LEAVE_CYCLES = {64: 1500.0, 128: 3000.0, 192: 1500.0, 256: 2000.0}
-_FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 4500.0, 2600.0, 1024
+_FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 4500.0, 2000.0, 1024
 """Of a cut tile: to leave sums in memory; and to launch what adds them, which reads so many bytes a cycle."""
 
 
@@ -42,16 +40,16 @@ def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = Fals
     one range of units a cluster, which leaves no cluster idle but has parts of two tiles in most.
     """
     unit, end = (_INT8_UNIT_CYCLES if int8 else _UNIT_CYCLES)[tokens], _END_CYCLES[tokens]
-    last, leave = _LAST_CYCLES[tokens], _LEAVE_CYCLES[tokens]
+    leave = _LEAVE_CYCLES[tokens]
     waves, rest = divmod(tiles, clusters)
     full = waves * (depth * unit + end)
     if rest == 0:
-        return Cut(clusters, tiles, 0, full - end + last)
+        return Cut(clusters, tiles, 0, full)
 
     def finish(parts: int) -> float:
         return _FINISH_CYCLES + parts * tokens * _PART_BYTES / _FINISH_BYTES
 
-    choices = [(full + depth * unit + last, tiles, 0)]
+    choices = [(full + depth * unit + end, tiles, 0)]
     for parts in range(2, min(clusters // rest, depth) + 1):
         cost = -(-depth // parts) * unit + leave + finish(rest * parts)
         choices.append((full + cost, tiles - rest, rest * parts))
