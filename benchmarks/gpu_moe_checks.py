@@ -14,8 +14,9 @@ from vllm_exl3.cuda.moe_gemm import forms, gemm_instance
 from vllm_exl3.cuda.moe_geometry import MoeForm
 from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS
 
-BOUND = 1e-3
-"""Relative Frobenius error of a whole layer: three linears within 5e-4 each, two multiplied and one after them."""
+BOUND = 1.2e-3
+"""Relative Frobenius error of a whole layer, also of a single row: of three linears within 5e-4 each two are multiplied
+and one follows, which is 8.7e-4 where errors are independent."""
 
 TOKENS = (1, 2, 8, 64, 300)
 

@@ -13,13 +13,13 @@ from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 
 __all__ = ["Choice", "choose", "every_form"]
 
-_MUL1_ROWS, _PAIR_ROWS = 6.0, 8.0
-"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 4 and 8
+_MUL1_ROWS, _PAIR_ROWS = 4.0, 8.0
+"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 3 and 5
 (benchmarks/results/h200/moe.json); mcg and 3INST: what one decoding serves."""
 
-_WIDE_ROWS = {32: 20.0, 64: 52.0}
+_WIDE_ROWS = {32: 24.0, 64: 52.0}
 """Up to how many tokens an expert, on average, row blocks of this size win; above them those of 256 do. Measured on an
-H200 (benchmarks/results/h200/moe.json) between 14 and 32, and between 40 and 57."""
+H200 (benchmarks/results/h200/moe.json) between 16 and 32, and between 40 and 57."""
 
 _LARGEST_INTEGER_WIDTH = 16384
 """Input channels up to which sums of products of bytes fit 32 bits."""

@@ -13,12 +13,12 @@ __all__ = ["Gemm", "exact", "forms", "gemm_instance", "narrow_blocks", "plan_gem
 Codes = Sequence[tuple[int, int]]
 """(2·K, codebook) of what occurs in a layer."""
 
-_WIDE_BLOCKS, _SLOT_UNITS = {32: 4, 64: 3, 256: 1}, {32: 2, 64: 1, 256: 1}
+_WIDE_BLOCKS, _SLOT_UNITS = {32: 4, 64: 3, 256: 1}, {32: 2, 64: 2, 256: 1}
 """Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks, and units of a slot of the
 ring: what registers suffice for."""
 
-_KINDS_TO_WIDTHS = 7, 3
-"""Kinds of weights in a layer up to which the warpgroup kernel has loops for two widths of product, and for more."""
+_MANY_KINDS, _SOME_KINDS = 7, 3
+"""Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for two."""
 
 _NARROW_THREADS, _GROUP_ROWS = 256, 8
 """Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
@@ -117,10 +117,10 @@ def _columns(form: MoeForm, kinds: int) -> tuple[int, int]:
     Every width is a loop of its own, of every kind; with too many of them ptxas puts waits between the products.
     """
     rows = form.tile_rows
-    if kinds > _KINDS_TO_WIDTHS[0]:
+    if kinds > _MANY_KINDS:
         return rows, rows
-    if kinds > _KINDS_TO_WIDTHS[1]:
-        return rows // 2, rows // 2
+    if kinds > _SOME_KINDS:
+        return {32: (16, 16), 64: (48, 16), 256: (160, 96)}[rows]
     if rows == 256:
         return 64, 32 if kinds == 1 else 64
     return rows // 2, 16 if kinds == 1 else rows // 2

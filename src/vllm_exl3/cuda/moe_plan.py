@@ -103,10 +103,26 @@ def _route_shared(warps: int, experts: int) -> int:
     return 4 * experts * (warps + 4)
 
 
-def _even_warps(blocks: int) -> int:
+def _even_warps(blocks: int, most: int = ROW_THREADS // 32) -> int:
     """Warps of a thread block that goes over so many 128-blocks, such that none is idle in the last round."""
-    most = ROW_THREADS // 32
     return -(-blocks // -(-blocks // most))
+
+
+def _hidden(blocks: int, totals: int, gated: bool, limits: GpuLimits) -> tuple[int, int, bool]:
+    """Of the second stage's input transform: warps, shared memory, and whether what was activated is kept in it.
+
+    Where shared memory holds one thread block only, it gets the warps of two.
+    """
+    room = limits.shared_memory - 1024
+    for most in (ROW_THREADS // 32, 2 * ROW_THREADS // 32):
+        warps = _even_warps(blocks, most)
+        shared = totals + (warps * _GATE_BYTES if gated else 0) + blocks * _KEPT_BYTES
+        if shared <= room // 2 or (room // 2 < shared <= room and most > ROW_THREADS // 32):
+            return warps, shared, True
+    warps = _even_warps(blocks)
+    shared = totals + (warps * _GATE_BYTES if gated else 0)
+    kept = shared + blocks * _KEPT_BYTES
+    return (warps, kept, True) if kept <= room else (warps, shared + warps * _KEPT_BYTES, False)
 
 
 def _route(largest: int, slots: int, experts: int) -> tuple[int, int, int, int]:
@@ -174,11 +190,8 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
             "out_width": layer.hidden, "out_features": hidden,
         },
     )  # fmt: skip
-    warps = [_even_warps(stage["in_features"] // BLOCK) for stage in stages]
     totals = [4 * _CHUNK_ROWS * stage["in_features"] // BLOCK for stage in stages]
-    gates = totals[1] + (warps[1] * _GATE_BYTES if first > 1 else 0)
-    kept = gates + intermediate // BLOCK * _KEPT_BYTES
-    keep = kept <= limits.shared_memory - 1024
+    hidden_warps, hidden_shared, keep = _hidden(intermediate // BLOCK, totals[1], first > 1, limits)
     values = {
         "tokens": tokens, "top_k": layer.top_k, "slots": slots, "experts": layer.experts,
         "mapped": layer.total_experts, "projections": layer.projections, "tile_rows": form.tile_rows,
@@ -197,8 +210,8 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         gemm_shared=gemm.shared,
         route=route if form.wide else None,
         group_grid=min(8 * limits.multiprocessors, padded // _CHUNK_ROWS + layer.experts),
-        group_threads=(32 * warps[0], 32 * warps[1]),
-        group_shared=(first * totals[0], kept if keep else gates + warps[1] * _KEPT_BYTES),
+        group_threads=(32 * _even_warps(hidden // BLOCK), 32 * hidden_warps),
+        group_shared=(first * totals[0], hidden_shared),
         combine_threads=32 * _even_warps(hidden // BLOCK),
         rows_shared=(max(16 + 4 * hidden, sorting), 16 + 4 * intermediate),
         values=values,

@@ -2,7 +2,7 @@
 // over chunks.
 #include "moe_group_hidden.cuh"
 
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
+extern "C" __global__ void __launch_bounds__(2 * GROUP_THREADS, 1) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
     __shared__ u32 largest[CHUNK_ROWS];
     extern __shared__ __align__(16) u8 memory[];
     wait_for_previous();
