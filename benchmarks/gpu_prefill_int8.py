@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shapes", type=_shape, nargs="*", default=list(SHAPES))
     parser.add_argument("--bits", type=float, nargs="*", default=[4, 3, 2])
-    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 4096, 8192, 1024, 512, 256])
+    parser.add_argument("--rows", type=int, nargs="*", default=[2048, 128, 256, 1024, 8192, 4096, 512])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "little")
