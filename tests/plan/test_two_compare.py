@@ -61,7 +61,8 @@ def test_a_kernel_that_is_not_native_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "reference"), [("tp2", "one"), ("tp2-int4", "one-int4"), ("one-int4-graphs", "one-int4"), ("one-graphs", "one")]
+    ("variant", "reference"),
+    [("tp2", "one"), ("tp2-int4", "one-int4"), ("one-int4-graphs", "one-int4"), ("one-graphs", "one")],
 )
 def test_int4_caches_are_compared_with_int4_caches(variant: str, reference: str) -> None:
     assert reference_of(variant) == reference
