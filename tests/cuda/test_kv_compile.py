@@ -2,11 +2,15 @@
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from vllm_exl3.attention.native import KvDecodeArgs, KvMergeArgs
 from vllm_exl3.attention.native_cut import MOST_SEGMENTS, SIZES, cut_of, every_instance, instances_for
+from vllm_exl3.cli.precompile import precompile
 from vllm_exl3.cuda import compiler
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance, compile_instance, compiler_unavailable
 
@@ -61,6 +65,22 @@ def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
     compile_instance(Instance("sizes.cu", ""), "sm_80")
+
+
+@needs_compiler
+def test_precompiling_takes_them_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm_exl3.cuda import runtime
+
+    wanted: list[Instance] = []
+    monkeypatch.setenv("VLLM_EXL3_CACHE", str(tmp_path))
+    monkeypatch.setattr(runtime, "build", lambda instances, architecture, cache: wanted.extend(instances))
+    for options, some in (([], False), (["--int4-kv"], True)):
+        wanted.clear()
+        app = typer.Typer()
+        app.command()(precompile)
+        result = CliRunner().invoke(app, ["--arch", "sm_90a", *options])
+        assert result.exit_code == 0, result.output
+        assert wanted and any(instance.source == "kv_decode.cu" for instance in wanted) is some
 
 
 @pytest.mark.parametrize(
