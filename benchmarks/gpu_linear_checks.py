@@ -18,6 +18,7 @@ from vllm_exl3.pack.stored import Codebook
 
 HALF_BITS = (*range(2, 17, 2), 3, 5, 7)
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
+FAST = Form(True, 8, fast=True)
 WIDE = (Form(False, 32), Form(False, 64), Form(False, 128))
 
 
@@ -120,6 +121,23 @@ def check_scratch(checks: Checks, seed: int) -> None:
             del used
             found = linear.linear(x, *tensors, None, layout, form=form, rotated=rotated)
             checks.compare(f"used scratch {form.name} rotated {rotated}", "scratch", found, expected)
+
+
+def check_fast(checks: Checks, seed: int) -> None:
+    """Activations of one int8: their error, and the same bits wherever the input is rotated and for a row alone."""
+    for half_bits, shape in ((8, (4096, 4096)), (5, (2176, 896)), (6, (4096, 14336)), (4, (8192, 28672))):
+        shard = Shard(half_bits, Codebook.MUL1, *shape, 0, shape[1])
+        prepare([[shard]], (FAST,))
+        tensors, layout = random_weights(shard, seed), pack_shards([shard])
+        x = torch.randn(11, shape[0], device="cuda", dtype=torch.float16)
+        expected = exact(x, shard, *tensors)
+        for rows in (5, 8, 11):
+            found = linear.linear(x[:rows], *tensors, None, layout, form=FAST)
+            checks.compare(f"fast {shape} M={rows}", "fast", found, expected[:rows], 1.2e-2)
+            other = linear.linear(x[:rows], *tensors, None, layout, form=FAST, rotated=True)
+            checks.same(f"fast {shape} M={rows} rotated before", other, found)
+            alone = linear.linear(x[rows - 1 : rows], *tensors, None, layout, form=FAST)
+            checks.same(f"fast {shape} M={rows} alone", alone, found[rows - 1 :])
 
 
 def check_layers(checks: Checks, seed: int) -> None:
@@ -237,6 +255,7 @@ def check_all(checks: Checks, seed: int) -> None:
     for check in (
         check_every_kind,
         check_scratch,
+        check_fast,
         check_layers,
         check_large,
         check_magnitudes,

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_exl3.cuda import compiler, narrow
+from vllm_exl3.cuda import compiler, narrow, narrow_memory
 from vllm_exl3.cuda.compiler import (
     ARCHITECTURES,
     CompileError,
@@ -13,7 +13,7 @@ from vllm_exl3.cuda.compiler import (
     compiler_unavailable,
     fingerprint,
 )
-from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.geometry import Arithmetic, Form
 from vllm_exl3.cuda.linear import plan
 from vllm_exl3.cuda.survey import every_kind, instances_for, typical_limits
 from vllm_exl3.ops.shards import Shard
@@ -78,25 +78,30 @@ def test_every_kernel_compiles(architecture: str, kind: tuple[int, int]) -> None
     _compile(instances_for([kind], typical_limits(architecture)), architecture)
 
 
-def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """What the host reckons with of shared memory and scratch is what the kernels take."""
-    lines = ['#include "narrow.cuh"', f"static_assert(sizeof(SharedStrip[2]) <= {narrow._STATIC_BYTES});"]
+    limits = typical_limits(architecture)
+    lines = ['#include "narrow.cuh"', f"static_assert(sizeof(SharedStrip[2]) <= {narrow_memory._STATIC_BYTES});"]
     lines.append(f"static_assert(WARPS == {narrow._WARPS} && THREADS == {narrow._THREADS});")
-    for identity, tile_rows in ((True, 4), (True, 8), (False, 8), (False, 16)):
-        form = Form(identity, tile_rows)
+    lines.append(f"static_assert(ROTATE_THREADS == {narrow._ROTATE_THREADS});")
+    for form in (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16), Form(True, 8, fast=True)):
         for half_bits, codebook in every_kind():
-            arithmetic = form.arithmetic(codebook)
-            kinds = f"Kinds<Kind<{half_bits}, {codebook}, {int(arithmetic)}, {tile_rows}>>"
-            lines.append(f"static_assert({kinds}::record_bytes() == {narrow._record_bytes(arithmetic, tile_rows)});")
+            arithmetic, rows = form.arithmetic(codebook), form.tile_rows
+            record = narrow_memory.record_bytes(arithmetic, rows, rows, limits)
+            lines.append(f"static_assert(Record<{int(arithmetic)}, {rows}>::bytes >= {record});")
+            if rows >= 8 or arithmetic is Arithmetic.INTEGER:
+                lines.append(f"static_assert(Record<{int(arithmetic)}, {rows}>::bytes == {record});")
             for columns in (1, 2):
-                slot = narrow._slot_bytes(half_bits, columns)
+                kinds = f"Kinds<Kind<{half_bits}, {codebook}, {int(arithmetic)}, {rows}>>"
+                slot = narrow_memory.slot_bytes(half_bits, columns)
                 lines.append(f"static_assert({kinds}::slot_bytes({columns}) == {slot});")
     sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
-    compile_instance(Instance("sizes.cu", ""), "sm_80")
+    compile_instance(Instance("sizes.cu", ""), architecture)
     sources["sizes.cu"] += f"\nstatic_assert({kinds}::slot_bytes(2) != {slot});"
     with pytest.raises(CompileError, match="static assertion failed"):
-        compile_instance(Instance("sizes.cu", ""), "sm_80")
+        compile_instance(Instance("sizes.cu", ""), architecture)
 
 
 def test_errors_carry_the_log() -> None:

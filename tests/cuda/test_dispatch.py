@@ -2,6 +2,7 @@
 
 import pytest
 
+from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.compiler import ARCHITECTURES
 from vllm_exl3.cuda.dispatch import batch_invariant, choose_form, crossover, modelled
 from vllm_exl3.cuda.geometry import Form
@@ -42,6 +43,30 @@ def test_mul1_by_the_integer_identity_at_few_tokens() -> None:
     assert choose_form(MUL1, 16, "sm_90a") == Form(False, 16)
     assert choose_form(MUL1, 33, "sm_90a") == Form(False, 64)
     assert choose_form(MUL1, 33, "sm_80") == Form(False, 16)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_fast_mode_serves_what_one_product_of_int8_holds(architecture: str) -> None:
+    chosen = {rows: choose_form(MUL1, rows, architecture, fast=True) for rows in range(1, 20)}
+    assert {rows for rows, form in chosen.items() if form.fast} == {5, 6, 7, 8}
+    assert chosen[8] == Form(True, 8, fast=True)
+    assert all(form == choose_form(MUL1, rows, architecture) for rows, form in chosen.items() if not form.fast)
+    assert not choose_form(MUL1, 8, architecture, one_class=True, fast=True).fast
+
+
+def test_fast_mode_is_asked_for_and_takes_mul1_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = typical_limits("sm_90a")
+    good, coarse, other = (
+        Shard(half_bits, codebook, 256, 256, 0, 256) for half_bits, codebook in ((8, 2), (10, 2), (8, 1))
+    )
+    assert not linear.choose_form((good,), 8, limits).fast
+    monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
+    assert linear.choose_form((good,), 8, limits).fast
+    assert linear.choose_form((good,), 8, limits).name == "fast8"
+    for shards in ((coarse,), (good, other)):
+        assert not linear.choose_form(shards, 8, limits).fast
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not linear.choose_form((good,), 8, limits).fast
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

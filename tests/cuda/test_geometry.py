@@ -107,9 +107,17 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
         assert plan.shared <= limits.shared_memory - 128
         assert 1 <= arguments.kept_items <= max(end - start for start, end in ranges)
         assert (plan.transform is None) == ("records" not in plan.scratch_parts)
-        assert (plan.counters == 0) == ("counters" in plan.scratch_parts) == (plan.grid[1] > 1)
-        ends = [*sorted(plan.scratch_parts.values())[1:], plan.scratch]
-        assert all(end > start for start, end in zip(sorted(plan.scratch_parts.values()), ends, strict=True))
+        clustered = plan.cluster > 1
+        assert (plan.cluster, plan.grid[0] % plan.cluster) == (arguments.parts if clustered else 1, 0)
+        assert not clustered or plan.grid[0] <= plan.cluster * dict(limits.clusters)[plan.cluster]
+        assert ("partials" in plan.scratch_parts) != clustered
+        assert ("counters" in plan.scratch_parts) == (plan.grid[1] > 1 and not clustered)
+        assert plan.counters == (0 if clustered or plan.grid[1] > 1 else strips)
+        starts = sorted(plan.scratch_parts.values())
+        assert all(end > start for start, end in zip(starts, [*starts[1:], plan.scratch], strict=False))
+        assert arguments.record_bytes % 16 == 0 and arguments.kept_halves in (1, 2)
+        # The kernel waits for a fetch of activations only where so many fetches of weights have followed it.
+        assert arguments.kept_halves == 1 or arguments.kept_items >= int(dict(plan.instance.macros)["INSTANCE_RING"])
 
 
 def _block_of_item(arguments: NarrowArgs, item: int) -> int:
@@ -170,6 +178,16 @@ def test_sums_are_ordered_alike_for_every_batch_of_a_class(
         for tile in tiles
     ]
     assert len({(tuple(_ranges(plan)), dict(plan.instance.macros)["INSTANCE_COLUMNS"]) for plan in plans}) == 1
+
+
+def test_blocks_of_a_strip_form_clusters_where_all_run_at_once() -> None:
+    shard = Shard(8, 2, 4096, 14336, 0, 14336)
+    found = [
+        plan_narrow((shard,), 1, 4096, Form(True, 4), GpuLimits("sm_90a", 132, 232448, clusters))
+        for clusters in (((4, 28),), ((4, 27),))
+    ]
+    assert [(plan.cluster, plan.counters) for plan in found] == [(4, 0), (1, found[1].counters)]
+    assert found[1].counters and not found[0].scratch
 
 
 @pytest.mark.parametrize(("shape", "blocks"), [((4096, 4096), 128), ((14336, 4096), 128), ((8192, 28672), 132)])

@@ -18,6 +18,7 @@ from gpu_linear_checks import Checks
 CHECKS = (
     checks_module.check_every_kind,
     checks_module.check_scratch,
+    checks_module.check_fast,
     checks_module.check_layers,
     checks_module.check_large,
     checks_module.check_magnitudes,

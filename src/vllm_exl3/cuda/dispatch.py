@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["Crossover", "batch_invariant", "choose_form", "crossover", "modelled", "prefill_from", "warpgroups"]
+__all__ = [
+    "FAST_TOKENS",
+    "Crossover",
+    "batch_invariant",
+    "choose_form",
+    "crossover",
+    "modelled",
+    "prefill_from",
+    "warpgroups",
+]
 
 _NARROW = 16
 """The largest number of tokens that the kernels of mma.sync take in one tile."""
@@ -89,7 +98,13 @@ def warpgroups(architecture: str) -> bool:
     return architecture == "sm_90a"
 
 
-def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_class: bool = False) -> Form:
+FAST_TOKENS = 8
+"""The largest number of tokens that the fast mode of few tokens serves: one product of int8 takes so many."""
+
+
+def choose_form(
+    codebooks: frozenset[int], rows: int, architecture: str, *, one_class: bool = False, fast: bool = False
+) -> Form:
     """The form that serves ``rows`` tokens of a layer with these codebooks.
 
     Args:
@@ -97,12 +112,15 @@ def choose_form(codebooks: frozenset[int], rows: int, architecture: str, *, one_
         rows: tokens.
         architecture: NVRTC's name of the GPU.
         one_class: decode to fp16 for every number of tokens, so that a row's bits never depend on the batch.
+        fast: for mul1, activations of one int8 where they save time: above the tokens that two serve as fast.
     """
     limits = crossover(architecture)
     largest = limits.mul1 if Codebook.MUL1 in codebooks else limits.halves
     wide = warpgroups(architecture)
     if rows <= largest and not one_class:
         return Form(identity=True, tile_rows=4 if largest <= 4 else 8)
+    if fast and rows <= FAST_TOKENS and not one_class:
+        return Form(identity=True, tile_rows=FAST_TOKENS, fast=True)
     if not wide or (rows <= _NARROW and not one_class):
         return Form(identity=False, tile_rows=8 if rows <= 8 else _NARROW)
     return Form(identity=False, tile_rows=next((tile for tile in (32, 64) if rows <= tile), 128))

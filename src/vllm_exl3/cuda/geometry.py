@@ -47,6 +47,7 @@ class Arithmetic(IntEnum):
     INTEGER = 0
     PAIR = 1
     HALF = 2
+    BYTE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,12 @@ class Form:
     Attributes:
         identity: use the codebook's identity (mul1 by bytes, mcg and 3INST by halves) instead of decoding to fp16.
         tile_rows: tokens that share one decoding of the weights; more than 16 means the warpgroup kernel.
+        fast: activations of mul1's identity are one int8 instead of two.
     """
 
     identity: bool
     tile_rows: int
+    fast: bool = False
 
     @property
     def wide(self) -> bool:
@@ -69,13 +72,16 @@ class Form:
     @property
     def name(self) -> str:
         """What tables call it."""
-        return f"{'identity' if self.identity else 'wide' if self.wide else 'half'}{self.tile_rows}"
+        decoded = "wide" if self.wide else "half"
+        return f"{'fast' if self.fast else 'identity' if self.identity else decoded}{self.tile_rows}"
 
     def arithmetic(self, codebook: int) -> Arithmetic:
         """How a shard of this codebook is multiplied."""
         if not self.identity:
             return Arithmetic.HALF
-        return Arithmetic.INTEGER if codebook == Codebook.MUL1 else Arithmetic.PAIR
+        if codebook != Codebook.MUL1:
+            return Arithmetic.PAIR
+        return Arithmetic.BYTE if self.fast else Arithmetic.INTEGER
 
     def kinds(self, kinds: Sequence[tuple[int, int]]) -> str:
         """``INSTANCE_KINDS`` for (half_bits, codebook) pairs."""
@@ -169,11 +175,12 @@ class ShardOffsets:
 
 @dataclass(frozen=True, slots=True)
 class TransformLaunch:
-    """A launch that rotates the input: its kernel, blocks in x and y, and threads a block."""
+    """A launch that rotates the input: its kernel, blocks in x and y, threads and dynamic shared memory a block."""
 
     instance: Instance
     grid: tuple[int, int]
     threads: int
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +201,7 @@ class LinearPlan:
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
         out_features: columns of the output.
+        cluster: blocks in x of the GEMM that form a cluster.
     """
 
     instance: Instance
@@ -208,6 +216,7 @@ class LinearPlan:
     scratch: int
     scratch_parts: dict[str, int]
     out_features: int
+    cluster: int = 1
 
     @property
     def instances(self) -> list[Instance]:

@@ -6,16 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.binding import ELEMENTS, bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan, ShardArgs
-from vllm_exl3.cuda.narrow import Cut, plan_narrow
+from vllm_exl3.cuda.narrow import plan_narrow
+from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.wide import plan_wide
+from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard, cached_shards
-from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.pack.stored import BLOCK, Codebook
 
-__all__ = ["dequantize", "instances", "linear", "prepare"]
+__all__ = ["choose_form", "dequantize", "instances", "int8_refusal", "linear", "prepare"]
 
 _DEQUANTIZE_THREADS = 256
 _DEQUANTIZE_SHARED = BLOCK * (BLOCK + 1) * 4
@@ -138,14 +141,31 @@ def _linear_group(
         prefill.prefill(x, trellis, suh, svh, bias, shards, out)
         return
     if form is None:
-        form = dispatch.choose_form(
-            _codebooks(shards), x.shape[0], device.limits.architecture, one_class=dispatch.batch_invariant()
-        )
+        form = choose_form(shards, x.shape[0], device.limits)
     window = _window_rows(shards, x.shape[1], form, device.limits)
     for first in range(0, x.shape[0], window):
         part = x[first : first + window]
         launch = plan(shards, part.shape[0], x.shape[1], form, device.limits, cut, rotated)
         _launch(device, launch, part, trellis, suh, svh, bias, out[first : first + window])
+
+
+def int8_refusal(shards: tuple[Shard, ...]) -> str | None:
+    """Why few tokens of a fused linear are served by the default arithmetic even in fast mode, or None."""
+    if dispatch.batch_invariant():
+        return "VLLM_BATCH_INVARIANT leaves one arithmetic for every number of tokens"
+    if _codebooks(shards) != {Codebook.MUL1}:
+        return "only mul1 weights are affine in an integer"
+    if any(shard.half_bits > MOST_HALF_BITS for shard in shards):
+        return f"int8 is too coarse for more than {MOST_HALF_BITS // 2} bits"
+    return None
+
+
+def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form:
+    """The form that serves ``rows`` tokens where no prefill kernel does."""
+    fast = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast" and int8_refusal(shards) is None
+    return dispatch.choose_form(
+        _codebooks(shards), rows, limits.architecture, one_class=dispatch.batch_invariant(), fast=fast
+    )
 
 
 def plan(
@@ -167,7 +187,7 @@ def plan(
 def _window_rows(shards: tuple[Shard, ...], in_width: int, form: Form, limits: GpuLimits) -> int:
     """Rows of one launch, a whole number of tiles."""
     tile = plan(shards, form.tile_rows, in_width, form, limits)
-    return form.tile_rows * max(1, _WINDOW_BYTES // tile.scratch)
+    return form.tile_rows * max(1, _WINDOW_BYTES // max(1, tile.scratch))
 
 
 def _launch(
@@ -187,17 +207,17 @@ def _launch(
     arguments = plan.arguments_type.from_buffer_copy(plan.arguments)
     if plan.counters:
         arguments.counters = device.counters(stream, plan.counters)
-    elif plan.transform is None:  # which would clear them
+    elif "counters" in plan.scratch_parts and plan.transform is None:  # which would clear them
         scratch[plan.scratch_parts["counters"] :].zero_()
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
     dependent = device.limits.dependent_launch
     if plan.transform is not None:
         device.kernel(plan.transform.instance).launch(
-            plan.transform.grid, plan.transform.threads, 0, stream, [arguments], dependent
+            plan.transform.grid, plan.transform.threads, plan.transform.shared, stream, [arguments], dependent
         )
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
-    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent)
+    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
 
 
 _EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 33, 65)
@@ -216,9 +236,7 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
         for rows in _EVERY_FORM:
-            form = dispatch.choose_form(
-                _codebooks(group), rows, limits.architecture, one_class=dispatch.batch_invariant()
-            )
+            form = choose_form(group, rows, limits)
             found += plan(group, min(rows, form.tile_rows), in_width, form, limits).instances
         found += prefill.instances(group, limits)
         found += prefill_int8.instances(group, limits)

@@ -1,20 +1,18 @@
 """Cuts one fused linear of few tokens into a launch of the narrow kernel: items, ranges, shared memory, scratch.
 
 Arithmetic on shapes, without torch or a GPU; `NarrowShard` and `NarrowArgs` mirror ``kernels/narrow_problem.cuh``
-field by field, the sizes below its constants and those of ``narrow_activations.cuh`` and ``narrow_ring.cuh``.
+field by field, the constants below its own.
 """
 
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import (
     MAX_SHARDS,
-    ROW_PAD,
-    Arithmetic,
     Form,
     GpuLimits,
     LinearPlan,
@@ -23,19 +21,17 @@ from vllm_exl3.cuda.geometry import (
     check_shards,
     round_up,
 )
+from vllm_exl3.cuda.narrow_cut import COLUMN_CHANNELS, Cut, choose_cut, clustered
+from vllm_exl3.cuda.narrow_memory import NARROW, Kinds, memory_of, most_columns, ring_items
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["Cut", "NarrowArgs", "NarrowShard", "plan_narrow"]
+__all__ = ["NarrowArgs", "NarrowShard", "instances_of", "plan_narrow"]
 
-_WARPS, _THREADS, _ITEM_TILES = 16, 512, 8
+_WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
 _ALIGN = 256
-_ROTATIONS = 7
+_ROTATIONS = 16
 """Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it."""
-
-_RINGS, _LEAST_KEPT, _STATIC_BYTES = (2, 3, 4, 6, 8), 4, 128
-_IN_FLIGHT = 96 << 10
-"""Bytes a multiprocessor that cover the latency of DRAM, with room to spare."""
 
 
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -64,98 +60,9 @@ class NarrowArgs(ctypes.Structure):
         *_fields(ctypes.c_int64, "x_stride", "out_stride"),
         *_fields(ctypes.c_uint32, "shard_count", "rows", "in_width", "x_type", "out_type", "bias_type"),
         *_fields(ctypes.c_uint32, "parts", "depth", "range_items", "longer_ranges", "total_strips", "kept_items"),
-        *_fields(ctypes.c_uint32, "total_records"),
+        *_fields(ctypes.c_uint32, "kept_halves"),
+        *_fields(ctypes.c_uint32, "total_records", "record_bytes"),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a launch's items are divided among blocks. It decides the order of fp32 sums.
-
-    Attributes:
-        columns: tile columns a warp multiplies; a strip is 256 channels times that.
-        parts: blocks that share a strip equally, or 0 where the whole list is cut.
-        blocks: thread blocks a row tile.
-    """
-
-    columns: int
-    parts: int
-    blocks: int
-
-
-_ITEM_US, _COLUMN_US = 0.26, 0.655
-"""Microseconds of an item of 128 × 256 weights on one multiprocessor of an H200, and of each tile column of it."""
-
-_END_US, _SECOND_END_US, _EXCHANGE_US, _ADD_US = 0.5, 2.0, 0.9, 0.06
-"""Of ending a piece of a strip, for each tile column; of a second end in a block; of waiting for other blocks' pieces;
-of adding one up. From measurements on an H200 (docs/kernels-gpu.md)."""
-
-
-def _cuts(shards: Sequence[Shard], limits: GpuLimits, most_columns: int) -> list[tuple[float, Cut]]:
-    """Every sensible cut with its modelled microseconds."""
-    depths = {shard.in_features // BLOCK for shard in shards}
-    found = []
-    for columns in (1, 2)[:most_columns]:
-        shard_strips = [-(-shard.out_features // (_WARPS * 16 * columns)) for shard in shards]
-        strips = sum(shard_strips)
-        items = sum(count * (shard.in_features // BLOCK) for count, shard in zip(shard_strips, shards, strict=True))
-        item_us, end_us = _ITEM_US + _COLUMN_US * columns, 0.5 + _END_US * columns
-        blocks = min(limits.multiprocessors, items)
-        each = -(-items // blocks)
-        # A block's contiguous range ends one strip and, mostly, part of a second.
-        cost = each * item_us + end_us + _SECOND_END_US + _EXCHANGE_US + (1 + blocks / strips) * _ADD_US
-        found.append((cost, Cut(columns, 0, blocks)))
-        if len(depths) == 1:
-            (depth,) = depths
-            for parts in range(1, depth + 1):
-                if parts > 1 and strips * parts > limits.multiprocessors:
-                    break
-                waves = -(-strips * parts // limits.multiprocessors)
-                cost = waves * (-(-depth // parts) * item_us + end_us) + (parts > 1) * _EXCHANGE_US + parts * _ADD_US
-                found.append((cost, Cut(columns, parts, strips * parts)))
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def choose_cut(shards: tuple[Shard, ...], limits: GpuLimits, most_columns: int) -> Cut:
-    """The cut of least modelled time."""
-    return min(_cuts(shards, limits, most_columns), key=lambda pair: pair[0])[1]
-
-
-def _record_bytes(arithmetic: Arithmetic, tile_rows: int) -> int:
-    """``Record::bytes`` of narrow_activations.cuh."""
-    tokens = tile_rows if arithmetic is Arithmetic.INTEGER else max(8, tile_rows)
-    planes = 2 * tokens if arithmetic is Arithmetic.INTEGER else tokens
-    return 2 * (2 if arithmetic is Arithmetic.HALF else 4) * planes * 64 + 8 * planes + round_up(4 * tokens, 16)
-
-
-def _slot_bytes(half_bits: int, columns: int) -> int:
-    """Bytes of an item's weights in a warp's ring."""
-    return _ITEM_TILES * (16 * columns * half_bits + ROW_PAD)
-
-
-def _most_columns(form: Form, kinds: Sequence[tuple[int, int]], limits: GpuLimits) -> int:
-    """Tile columns a warp may have: sums must fit the registers, three items of its ring and two records the memory.
-
-    The same for every tile of an arithmetic class, since columns decide the order of sums.
-    """
-    if not form.identity:  # measured: more are no faster, and leave no register to spare
-        return 1
-    records = max(_record_bytes(form.arithmetic(codebook), 8) for _, codebook in kinds)
-    slot = max(_slot_bytes(half_bits, 2) for half_bits, _ in kinds)
-    return 2 if 3 * _WARPS * slot + 2 * records <= limits.shared_memory else 1
-
-
-def _memory(limits: GpuLimits, slot: int, record: int, items: int) -> tuple[int, int]:
-    """Items of a warp's ring, and items whose activations are kept.
-
-    The ring is the smallest that keeps enough bytes in flight, or else the largest that fits beside a few records: it
-    is part of the kernel, and the same for layers of any depth.
-    """
-    room = limits.shared_memory - _STATIC_BYTES
-    fitting = [ring for ring in _RINGS if _WARPS * ring * slot + _LEAST_KEPT * record <= room] or [_RINGS[0]]
-    ring = next((ring for ring in fitting if _WARPS * (ring - 1) * slot >= _IN_FLIGHT), fitting[-1])
-    return ring, max(1, min(items, (room - _WARPS * ring * slot) // record))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,59 +92,84 @@ def plan_narrow(
     check_shards(shards, in_width)
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
     if cut is None:
-        cut = choose_cut(shards, limits, _most_columns(form, kinds, limits))
-    arguments = NarrowArgs()
-    offsets, strips, items, records, columns = _place(arguments, shards, kinds, form, _WARPS * 16 * cut.columns)
+        tokens = form.tile_rows if form.identity else NARROW
+        cut = choose_cut(shards, limits, most_columns(form, kinds, limits), tokens)
+    arguments, channels = NarrowArgs(), COLUMN_CHANNELS * cut.columns
+    offsets, strips, items, records, columns = _place(arguments, shards, kinds, form, channels)
     depth = shards[0].in_features // BLOCK
     range_items, longer_ranges = divmod(items, cut.blocks)
-    slot = max(_slot_bytes(half_bits, cut.columns) for half_bits, _ in kinds)
-    record = max(_record_bytes(form.arithmetic(codebook), form.tile_rows) for _, codebook in kinds)
+    tile = min(rows, form.tile_rows)
     longest = -(-depth // cut.parts) if cut.parts else range_items + (longer_ranges > 0)
-    ring, kept = _memory(limits, slot, record, longest)
-    shared = _WARPS * ring * slot + kept * record
-    needed = shared + _STATIC_BYTES
-    if needed > limits.shared_memory:
-        raise ValueError(f"{limits.architecture}: {limits.shared_memory} bytes of shared memory, {needed} are needed")
-    row_tiles = -(-rows // form.tile_rows)
-    piece = min(rows, form.tile_rows) * _WARPS * 16 * cut.columns * 4
-    scratch_parts = {"partials": 0}
-    scratch = round_up(row_tiles * (cut.blocks + strips) * piece, _ALIGN)
     if rotated is None:
-        rotated = min(rows, form.tile_rows) * longest > _ROTATIONS * _WARPS
+        rotated = tile * longest > _ROTATIONS * _WARPS
+    memory, together = memory_of(form, kinds, limits, cut, tile, longest, rotated), clustered(cut, limits)
+    row_tiles = -(-rows // form.tile_rows)
+    scratch_parts, scratch = {}, 0
+    if not together:
+        scratch_parts["partials"] = 0
+        scratch = round_up(row_tiles * (cut.blocks + strips) * tile * channels * 4, _ALIGN)
     if rotated:
         scratch_parts["records"] = scratch
-        scratch += round_up(row_tiles * records * record, _ALIGN)
-    if row_tiles > 1:  # the device's own counters are for launches of one tile
+        scratch += round_up(row_tiles * records * memory.record, _ALIGN)
+    if row_tiles > 1 and not together:  # the device's own counters are for launches of one tile
         scratch_parts["counters"] = scratch
         scratch += round_up(4 * strips * row_tiles, _ALIGN)
     values = {
         "shard_count": len(shards), "rows": rows, "in_width": in_width, "parts": cut.parts, "depth": depth,
-        "range_items": range_items, "longer_ranges": longer_ranges, "total_strips": strips, "kept_items": kept,
-        "total_records": records,
+        "range_items": range_items, "longer_ranges": longer_ranges, "total_strips": strips, "kept_items": memory.kept,
+        "kept_halves": memory.halves, "total_records": records, "record_bytes": memory.record,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)
-    macros = (("INSTANCE_TILE_ROWS", str(form.tile_rows)), ("INSTANCE_KINDS", form.kinds(kinds)))
-    own_macros = (("INSTANCE_COLUMNS", str(cut.columns)), ("INSTANCE_RING", str(ring)))
-    rotation = Instance("narrow_rotate.cu", "exl3_narrow_rotate", macros)
     return LinearPlan(
-        instance=Instance("narrow.cu", "exl3_narrow", own_macros + macros),
+        instance=_instance(form, kinds, cut.columns, memory.ring, together),
         arguments=bytes(arguments),
         arguments_type=NarrowArgs,
         offsets=offsets,
         grid=(cut.blocks, row_tiles),
         threads=_THREADS,
-        shared=shared,
-        transform=TransformLaunch(rotation, (records, row_tiles), _THREADS) if rotated else None,
-        counters=0 if "counters" in scratch_parts else strips,
+        shared=memory.shared,
+        transform=TransformLaunch(_rotation(form, kinds), (records, row_tiles), _ROTATE_THREADS, memory.record)
+        if rotated
+        else None,
+        cluster=cut.parts if together else 1,
+        counters=0 if together or "counters" in scratch_parts else strips,
         scratch=scratch,
         scratch_parts=scratch_parts,
         out_features=columns,
     )
 
 
+def _macros(form: Form, kinds: Kinds) -> tuple[tuple[str, str], ...]:
+    return ("INSTANCE_TILE_ROWS", str(form.tile_rows)), ("INSTANCE_KINDS", form.kinds(kinds))
+
+
+def _instance(form: Form, kinds: Kinds, columns: int, ring: int, together: bool) -> Instance:
+    macros = (
+        ("INSTANCE_COLUMNS", str(columns)),
+        ("INSTANCE_RING", str(ring)),
+        ("INSTANCE_CLUSTER", str(int(together))),
+    )
+    return Instance("narrow.cu", "exl3_narrow", macros + _macros(form, kinds))
+
+
+def _rotation(form: Form, kinds: Kinds) -> Instance:
+    return Instance("narrow_rotate.cu", "exl3_narrow_rotate", _macros(form, kinds))
+
+
+def instances_of(kinds: Kinds, form: Form, limits: GpuLimits) -> list[Instance]:
+    """Every kernel that layers of these kinds may use in a form, whatever their shape and however many clusters run."""
+    found = [_rotation(form, kinds)]
+    for columns in range(1, most_columns(form, kinds, limits) + 1):
+        for clusters in ((), ((2, 1),)) if limits.dependent_launch else ((),):
+            some, cut = replace(limits, clusters=clusters), Cut(columns, 2, 2)
+            ring = ring_items(form, kinds, some, cut)
+            found.append(_instance(form, kinds, columns, ring, clustered(cut, some)))
+    return found
+
+
 def _place(
-    arguments: NarrowArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], form: Form, channels: int
+    arguments: NarrowArgs, shards: Sequence[Shard], kinds: Kinds, form: Form, channels: int
 ) -> tuple[tuple[ShardOffsets, ...], int, int, int, int]:
     """Fill in the shards' arguments; gives where each lies in the flat tensors, strips, items, records and columns."""
     offsets, strips, items, records, columns = [], 0, 0, 0, 0

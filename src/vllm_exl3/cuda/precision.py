@@ -1,9 +1,9 @@
 """What VLLM_EXL3_PRECISION=fast serves of a model, in words: for the report of an engine's start."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from vllm_exl3.cuda import prefill_int8
+from vllm_exl3.cuda import dispatch, linear, prefill_int8
 from vllm_exl3.cuda.geometry import MAX_SHARDS, GpuLimits
 from vllm_exl3.ops.shards import Shard, cached_shards
 
@@ -17,7 +17,12 @@ def summary(layers: Iterable[tuple[int, ...]], limits: GpuLimits | None = None) 
         layers: each linear's shards, as `ops.shards.pack_shards` makes them.
         limits: the GPU; the current one when None.
     """
-    return [_prompts([cached_shards(tuple(layer)) for layer in layers], limits or _current())]
+    limits, every = limits or _current(), [cached_shards(tuple(layer)) for layer in layers]
+    from_rows, to_rows = dispatch.crossover(limits.architecture).mul1 + 1, dispatch.FAST_TOKENS
+    return [
+        _line(f"from {prefill_int8.LEAST_ROWS} tokens on", every, lambda group: prefill_int8.refusal(group, limits)),
+        _line(f"for {from_rows} to {to_rows} tokens", every, linear.int8_refusal),
+    ]
 
 
 def _current() -> GpuLimits:
@@ -28,15 +33,15 @@ def _current() -> GpuLimits:
     return runtime.device(torch.cuda.current_device()).limits
 
 
-def _prompts(layers: list[tuple[Shard, ...]], limits: GpuLimits) -> str:
+def _line(tokens: str, layers: list[tuple[Shard, ...]], refusal: Callable[[tuple[Shard, ...]], str | None]) -> str:
     served, refused = 0, Counter[str]()
     for shards in layers:
         groups = [shards[start : start + MAX_SHARDS] for start in range(0, len(shards), MAX_SHARDS)]
-        reasons = [reason for group in groups if (reason := prefill_int8.refusal(group, limits)) is not None]
+        reasons = [reason for group in groups if (reason := refusal(group)) is not None]
         if reasons:
             refused[reasons[0]] += 1
         else:
             served += 1
-    line = f"fast, int8 from {prefill_int8.LEAST_ROWS} tokens on: {served} of {len(layers)} linears"
+    line = f"fast, int8 {tokens}: {served} of {len(layers)} linears"
     others = "; ".join(f"{count} in default arithmetic: {reason}" for reason, count in refused.items())
     return f"{line}; {others}" if others else line

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from vllm_exl3.cuda import dispatch, prefill
+from vllm_exl3.cuda import dispatch, narrow, prefill
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.geometry import Form, GpuLimits
-from vllm_exl3.cuda.linear import plan
+from vllm_exl3.cuda.linear import choose_form, plan
 from vllm_exl3.ops.shards import Shard
-from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = ["every_kind", "instances_for", "local_gpus", "pack_kinds", "typical_limits"]
 
@@ -15,8 +15,7 @@ _SHARED_MEMORY = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448, "sm_103a
 """Bytes of shared memory that a block may use; 101376 on the architectures that are not listed."""
 
 _TYPICAL_SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672), (8192, 128256))
-"""Between them they choose every kernel of a kind: by where the input is rotated, by how many columns a warp has, and
-whether k is split."""
+"""Between them they choose every wide kernel of a kind: whether k is split."""
 
 
 def typical_limits(architecture: str) -> GpuLimits:
@@ -66,12 +65,15 @@ def instances_for(kinds: Iterable[tuple[int, int]], limits: GpuLimits) -> list[I
     for half_bits, codebook in kinds:
         macros = (("INSTANCE_HALF_BITS", str(half_bits)), ("INSTANCE_CODEBOOK", str(codebook)))
         found.append(Instance("dequantize.cu", "exl3_dequantize", macros))
-        for form in forms(codebook, limits.architecture):
+        some = (Shard(half_bits, codebook, BLOCK, BLOCK, 0, BLOCK),)
+        asked = (choose_form(some, dispatch.FAST_TOKENS, limits),)  # in fast mode it has a kernel of its own
+        for form in dict.fromkeys((*forms(codebook, limits.architecture), *asked)):
+            if not form.wide:
+                found += narrow.instances_of([(half_bits, codebook)], form, limits)
+                continue
             for width, height in _TYPICAL_SHAPES:
                 shard = Shard(half_bits, codebook, width, height, 0, height)
-                for rows in (1, form.tile_rows):
-                    launch = plan((shard,), rows, width, form, limits)
-                    found += launch.instances
+                found += plan((shard,), form.tile_rows, width, form, limits).instances
         found += prefill.instances((Shard(half_bits, codebook, *_TYPICAL_SHAPES[0], 0, _TYPICAL_SHAPES[0][1]),), limits)
     return list(dict.fromkeys(found))
 

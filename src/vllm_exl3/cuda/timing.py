@@ -9,7 +9,7 @@ import torch
 
 from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.geometry import Form
-from vllm_exl3.cuda.narrow import Cut
+from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.ops.shards import Shard, pack_shards
 
 __all__ = [

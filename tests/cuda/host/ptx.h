@@ -34,6 +34,9 @@ template <int = 0> inline void ptx_setmaxnreg_dec_sync_aligned_u32() {}
 template <int = 0> inline void ptx_setmaxnreg_inc_sync_aligned_u32() {}
 inline void ptx_min_NaN_f32(float& d, float a, float b) { d = a != a ? a : b != b ? b : std::min(a, b); }
 inline void ptx_max_NaN_f32(float& d, float a, float b) { d = a != a ? a : b != b ? b : std::max(a, b); }
+inline void ptx_add_rn_f16(uint16_t& d, unsigned a, unsigned b) { d = uint16_t(half_bits_of(half_value(a) + half_value(b))); }
+inline void ptx_mov_b32(uint16_t& low, uint16_t& high, unsigned word) { low = uint16_t(word), high = uint16_t(word >> 16); }
+inline void ptx_mov_b32(unsigned& word, uint16_t low, uint16_t high) { word = low | unsigned(high) << 16; }
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_griddepcontrol_launch_dependents() {}
 
@@ -72,6 +75,15 @@ inline void ptx_ld_global_nc_v2_u32(unsigned& a, unsigned& b, const unsigned* at
 inline void ptx_ld_global_nc_L1__no_allocate_v4_u32(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const unsigned* at) {
     a = at[0], b = at[1], c = at[2], d = at[3];
 }
+
+inline void ptx_fence_proxy_async_shared__cta() {}
+inline void ptx_st_shared_u32(unsigned at, unsigned value) { memcpy(shared_bytes(at, 4), &value, 4); }
+inline void ptx_st_shared_v2_u32(unsigned at, unsigned a, unsigned b) { shared_bytes(at, 8), ptx_st_shared_u32(at, a), ptx_st_shared_u32(at + 4, b); }
+inline void ptx_st_shared_v4_u32(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
+    shared_bytes(at, 16), ptx_st_shared_v2_u32(at, a, b), ptx_st_shared_v2_u32(at + 8, c, d);
+}
+inline void ptx_fence_acq_rel_gpu() {}
+inline void ptx_atom_acquire_gpu_global_inc_u32(unsigned& before, unsigned* at, unsigned last) { before = *at, *at = before >= last ? 0 : before + 1; }
 
 // Instructions that nothing runs here.
 template <class... Operands> inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(Operands&&...) { stop("ldmatrix"); }

@@ -16,6 +16,7 @@
 
 #define __device__
 #define __global__
+#define __constant__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -92,6 +93,7 @@ inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits,
 inline unsigned __shfl_sync(unsigned, unsigned v, unsigned lane) { return collect(v, [=](auto& all, int) { return all[lane & 31]; }); }
 inline unsigned __shfl_xor_sync(unsigned, unsigned v, unsigned mask) { return collect(v, [=](auto& all, int lane) { return all[lane ^ mask]; }); }
 inline float __shfl_xor_sync(unsigned all, float v, unsigned mask) { return __uint_as_float(__shfl_xor_sync(all, __float_as_uint(v), mask)); }
+inline int __shfl_xor_sync(unsigned all, int v, unsigned mask) { return int(__shfl_xor_sync(all, unsigned(v), mask)); }
 inline unsigned __shfl_up_sync(unsigned, unsigned v, unsigned by) {
     return collect(v, [=](auto& all, int lane) { return lane >= int(by) ? all[lane - by] : all[lane]; });
 }
@@ -102,6 +104,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) { return collect(v, [](a
 inline int __reduce_add_sync(unsigned, int v) { return collect(v, [](auto& all, int) { unsigned sum = 0; for (unsigned one : all) sum += one; return int(sum); }); }
 
 inline int __any_sync(unsigned, int v) { return collect(v, [](auto& all, int) { return int(std::any_of(all, all + 32, [](unsigned one) { return one != 0; })); }); }
+inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs(v); }
 inline unsigned atomicMax(unsigned* at, unsigned v) { const unsigned old = *at; *at = std::max(old, v); return old; }

@@ -5,11 +5,13 @@
 inline void warpgroup_fence() {}
 inline void warpgroup_commit() {}
 inline void warpgroup_wait() {}
-inline void ptx_wgmma_wait_group_sync_aligned() {}
+inline void ptx_wgmma_wait_group_sync_aligned(int = 0) {}
 
 template <int N>
 struct WarpgroupMma {
+    template <bool ACCUMULATE = true>
     static void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {
+        if (!ACCUMULATE) std::fill(d, d + N / 2, 0.0f);
         MmaOperands(&lanes)[32] = mma_operands[running / 32];
         const int lane = running % 32, g = lane / 4, q = lane % 4;
         for (int i = 0; i < 4; ++i) lanes[lane].a[i] = a[i];

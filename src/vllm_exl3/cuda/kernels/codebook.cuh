@@ -3,23 +3,38 @@
 // INTEGER (mul1): w = k_inv·(b0+b1+b2+b3) + c, b the bytes of the product word. The word itself is four consecutive k of
 //                 an int8 MMA whose activation is repeated over them: the tensor core adds the bytes. Exact.
 // PAIR (mcg, 3INST): w = lo + hi, the two halves of the masked product word: two consecutive k of an fp16 MMA.
+// BYTE (mul1):    INTEGER with activations of one int8, for the fast mode.
 // HALF (all):     the weight itself in fp16, rounded as the format defines it, two weights a register.
 #pragma once
 #include "types.cuh"
 
 enum Codebook : int { INST3 = 0, MCG = 1, MUL1 = 2 };
-enum Arithmetic : int { INTEGER = 0, PAIR = 1, HALF = 2 };
+enum Arithmetic : int { INTEGER = 0, PAIR = 1, HALF = 2, BYTE = 3 };
 
 constexpr int MUL1_SCALE_18 = 1774;       // k_inv = 1774·2^-18, fp16 0x1EEE
 constexpr int MUL1_OFFSET_18 = -905216;   // 1024·k_inv + k_bias = -3.453125 = -905216·2^-18
 
-template <int CODEBOOK>
-__device__ __forceinline__ u32 product_word(u32 state) {
-    if constexpr (CODEBOOK == MUL1) return state * 0x83DCD12Du;
-    const u32 x = CODEBOOK == MCG ? state * 0xCBAC1FEDu : state * 89226354u + 64248484u;
+constexpr u32 MCG_MULTIPLIER = 0xCBAC1FEDu, INST3_MULTIPLIER = 89226354u, INST3_ADDEND = 64248484u;
+
+// What the two other codebooks make of a product: two fp16.
+__device__ __forceinline__ u32 halves_of(u32 x) {
     u32 halves;  // (x & mask) ^ bits in one instruction: the compiler makes two of it, because each takes one immediate
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(halves) : "r"(x), "r"(0x8FFF8FFFu), "r"(0x3B603B60u));
     return halves;
+}
+
+template <int CODEBOOK>
+__device__ __forceinline__ u32 product_word(u32 state) {
+    if constexpr (CODEBOOK == MUL1) return state * 0x83DCD12Du;
+    return halves_of(CODEBOOK == MCG ? state * MCG_MULTIPLIER : state * INST3_MULTIPLIER + INST3_ADDEND);
+}
+
+// Two product words of the other codebooks to two fp16 weights.
+__device__ __forceinline__ u32 sum_of_halves(u32 x, u32 y) {
+    const u32 low = __byte_perm(x, y, 0x5410), high = __byte_perm(x, y, 0x7632);
+    u32 weights;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(weights) : "r"(low), "r"(high));
+    return weights;
 }
 
 // Two states to two fp16 weights, the first in the low half.
@@ -36,18 +51,19 @@ __device__ __forceinline__ u32 decode_pair(u32 first, u32 second) {
         const u32 sums = __byte_perm(low, high, 0x5410);
         asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(weights) : "r"(sums), "r"(0x1EEE1EEEu), "r"(0xC931C931u));
     } else {
-        const u32 low = __byte_perm(x, y, 0x5410), high = __byte_perm(x, y, 0x7632);
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(weights) : "r"(low), "r"(high));
+        weights = sum_of_halves(x, y);
     }
     return weights;
 }
 
-// Two mul1 states to two fp16 numbers 1024 + B, B the byte sums, exact. For kernels that account for the offset elsewhere.
-__device__ __forceinline__ u32 decode_byte_sums(u32 first, u32 second) {
-    const u32 x = product_word<MUL1>(first), y = product_word<MUL1>(second);
+// Two mul1 product words to two fp16 numbers 1024 + B, B the byte sums, exact. For kernels that account for the offset elsewhere.
+__device__ __forceinline__ u32 byte_sums(u32 x, u32 y) {
     const u32 low = __dp4a(x, 0x01010101u, 0x6400u);
     u32 high, both;
     asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(high) : "r"(y), "r"(0u), "r"(0x6400u));
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(both) : "r"(high), "r"(0x10000u), "r"(low));
     return both;
+}
+__device__ __forceinline__ u32 decode_byte_sums(u32 first, u32 second) {
+    return byte_sums(product_word<MUL1>(first), product_word<MUL1>(second));
 }

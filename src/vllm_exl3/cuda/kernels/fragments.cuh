@@ -20,6 +20,7 @@ struct Kind {
 };
 template <int ARITHMETIC> struct Sum { using type = float; };
 template <> struct Sum<INTEGER> { using type = int; };
+template <> struct Sum<BYTE> { using type = int; };
 
 struct SharedWords {
     u32 address;

@@ -16,6 +16,29 @@ __device__ __forceinline__ void hadamard128(float (&v)[4], int lane) {
     }
 }
 
+// The same of LANES lanes, 8 or 16: vector i of a lane holds elements 8·(lane % LANES) + 8·LANES·i and the seven after. Each
+// element comes out with the same bits either way.
+template <int LANES, int VALUES>
+__device__ __forceinline__ void hadamard128_part(float (&v)[VALUES], int lane) {
+    static_assert(LANES * VALUES == 128 && LANES >= 8 && LANES <= 16, "whole vectors of eight");
+    const auto in_lane = [&](int step) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            if (i & step) continue;
+            const float a = v[i], b = v[i + step];
+            v[i] = a + b, v[i + step] = a - b;
+        }
+    };
+    in_lane(1), in_lane(2), in_lane(4);
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) {
+        const float sign = lane & step ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], step));
+    }
+    if constexpr (VALUES == 16) in_lane(8);
+}
+
 // The same where a lane has channels 4·(lane & 7) + 32·j + 0..3 of a row, j = 0..3, and bit 3 of the channel is done: wgmma's
 // accumulators hold both its values in one thread.
 __device__ __forceinline__ void hadamard128_rest(float (&v)[4][4], int lane) {

@@ -1,93 +1,91 @@
-// The GEMM's B operand: a block keeps what its own items multiply in shared memory. It rotates that by itself, or loads what
-// narrow_rotate.cu wrote in the same way.
+// A block rotates the activations of its own items into records, or loads what narrow_rotate.cu wrote in the same way.
 //
-// An item's activations of one token are H(x·suh)/sqrt(128) with a scale of their own, so rotating needs no other channels:
-//   INTEGER:    a15 = round(A·16256/max|A|), stored as 128·high + low, both in int8, two planes a token;
-//   PAIR, HALF: fp16 of A·2^e with 2^10 <= max|A|·2^e < 2^11.
-// What decoding leaves out of a weight (codebook.cuh) is added back through the initial value of the item's sums.
+// Eight lanes rotate one token's 128 channels of an item, a warp four at once: shuffles bind here, and half of the transform's
+// steps stay within a lane so. For few tokens it is latency that binds, and sixteen lanes take one.
 #pragma once
-#include "fragments.cuh"
 #include "hadamard.cuh"
 #include "launch.cuh"
-#include "narrow_problem.cuh"
+#include "narrow_record.cuh"
+#include "narrow_ring.cuh"
 
-constexpr float LARGEST_INTEGER = 16256.0f;  // 127·128
-constexpr float MUL1_SCALE = 1774.0f / (1 << 18);
-constexpr float MUL1_OFFSET = -905216.0f / 1774.0f;  // w = MUL1_SCALE·(B + MUL1_OFFSET), B the sum of four bytes
+template <class K> constexpr int LANES = K::arithmetic == HALF ? 8 : 16;  // of a rotation
+template <class K> using Values = float[BLOCK / LANES<K>];          // of a lane, in vectors of eight as hadamard128_part has them
 
-// An item's record in shared memory. Operands are words [unit of 64 k][quad][token plane][k-tile][4]; a lane reads quads of its
-// (plane, k-tile). Then where sums begin, 16 bytes a token (INTEGER: high, low, high, low) or pair of tokens, as an MMA's C operand
-// wants them; then the factor of every token that undoes its scale. Tokens that do not exist are never written: what is there ends
-// in columns that nobody reads.
-template <int ARITHMETIC, int TILE_ROWS>
-struct Record {
-    static constexpr u32 tokens = ARITHMETIC == INTEGER || TILE_ROWS >= 8 ? TILE_ROWS : 8;
-    static constexpr u32 planes = (ARITHMETIC == INTEGER ? 2 : 1) * tokens;
-    static constexpr u32 quads = ARITHMETIC == HALF ? 2 : 4;
-    static constexpr u32 quad_bytes = planes * 64, unit_bytes = quads * quad_bytes;
-    static constexpr u32 starts_at = 2 * unit_bytes, undo_at = starts_at + 8 * planes;
-    static constexpr u32 bytes = undo_at + (4 * tokens + 15) / 16 * 16;
-};
-
-// A lane's four values, channels 4·lane .. 4·lane+3 of a token's block, as they lie in memory.
+// A lane's values as they lie in memory.
+template <int VECTORS>
 struct Raw {
-    uint2 x, suh;
+    uint4 x[VECTORS], suh[VECTORS];
+};
+// The first channel of a lane's vector.
+template <int VECTORS>
+__device__ __forceinline__ u32 channel_of(int vector, int lane) { return 64 * vector + 8 * (lane % (16 / VECTORS)); }
+
+// Where a rotation reads and writes.
+struct Rotation {
+    u32 row, block, token, record;  // row of x, Hadamard block of k, token of the tile, its record's shared address
 };
 
-// Whether x can be read 8 bytes at a time.
+// Whether x can be read 16 bytes at a time.
 __device__ __forceinline__ bool reads_whole(const NarrowArgs& args) {
-    return args.x_type != F32 && (args.in_width | args.x_stride) % 4 == 0 && reinterpret_cast<u64>(args.x) % 8 == 0;
+    return args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
 }
 
-__device__ __forceinline__ Raw load_raw(const NarrowArgs& args, const NarrowShard& shard, u32 row, u32 block, bool whole, int lane) {
-    const u32 column = block * BLOCK + 4 * lane;
-    Raw raw{{0, 0}, *reinterpret_cast<const uint2*>(shard.suh + column)};
-    if (whole && column < args.in_width)
-        raw.x = *reinterpret_cast<const uint2*>(static_cast<const u16*>(args.x) + row * args.x_stride + column);
-    return raw;
+template <int VECTORS>
+__device__ __forceinline__ void load_raw(Raw<VECTORS>& raw, const NarrowArgs& args, const NarrowShard& shard, const Rotation& at, bool whole, int lane) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const u32 column = at.block * BLOCK + channel_of<VECTORS>(i, lane);
+        raw.suh[i] = *reinterpret_cast<const uint4*>(shard.suh + column);
+        raw.x[i] = {0, 0, 0, 0};
+        if (whole && column < args.in_width)
+            raw.x[i] = *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + at.row * args.x_stride + column);
+    }
 }
+
+// Elements 2i, 2i + 1 of 16 bytes.
+__device__ __forceinline__ u32 word_of(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
 
 // x·suh, rotated, unscaled.
-__device__ __forceinline__ void rotate_raw(float (&v)[4], const Raw& raw, const NarrowArgs& args, u32 row, u32 block, bool whole, int lane) {
-    const u16 bits[4] = {u16(raw.x.x), u16(raw.x.x >> 16), u16(raw.x.y), u16(raw.x.y >> 16)};
-    const u16 suh[4] = {u16(raw.suh.x), u16(raw.suh.x >> 16), u16(raw.suh.y), u16(raw.suh.y >> 16)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = args.x_type == F16 ? half_to_float(bits[i]) : __uint_as_float(u32(bits[i]) << 16);
+template <int VECTORS>
+__device__ __forceinline__ void rotate_raw(float (&v)[8 * VECTORS], const Raw<VECTORS>& raw, const NarrowArgs& args, const Rotation& at, bool whole, int lane) {
     if (!whole) {
-        const u32 column = block * BLOCK + 4 * lane;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            v[i] = column + i < args.in_width ? load_element(args.x, row * args.x_stride + column + i, args.x_type) : 0.0f;
+        for (int i = 0; i < 8 * VECTORS; ++i) {
+            const u32 column = at.block * BLOCK + channel_of<VECTORS>(i / 8, lane) + i % 8;
+            v[i] = column < args.in_width ? load_element(args.x, at.row * args.x_stride + column, args.x_type) : 0.0f;
+        }
+    } else if (args.x_type == F16) {
+#pragma unroll
+        for (int i = 0; i < 8 * VECTORS; ++i) v[i] = half_to_float(u16(word_of(raw.x[i / 8], i % 8 / 2) >> (i % 2 * 16)));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8 * VECTORS; ++i) {
+            const u32 word = word_of(raw.x[i / 8], i % 8 / 2);
+            v[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+        }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] *= half_to_float(suh[i]);
-    hadamard128(v, lane);
+    for (int i = 0; i < 8 * VECTORS; ++i) v[i] *= half_to_float(u16(word_of(raw.suh[i / 8], i % 8 / 2) >> (i % 2 * 16)));
+    hadamard128_part<16 / VECTORS>(v, lane);
 }
 
-// The bits of the largest magnitude in a warp's values. Bits of magnitudes order as the magnitudes do, and a NaN's are above
+// The bits of the largest magnitude of a rotation's values. Bits of magnitudes order as the magnitudes do, and a NaN's are above
 // all, so that its row comes out as NaN and not as something plausible.
-__device__ __forceinline__ float largest_magnitude(const float (&v)[4]) {
-    const u32 bits = max(max(__float_as_uint(fabsf(v[0])), __float_as_uint(fabsf(v[1]))),
-                         max(__float_as_uint(fabsf(v[2])), __float_as_uint(fabsf(v[3]))));
-    return __uint_as_float(__reduce_max_sync(0xffffffffu, bits));
+template <int LANES, int VALUES>
+__device__ __forceinline__ float largest_magnitude(const float (&v)[VALUES]) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) bits = max(bits, __float_as_uint(fabsf(v[i])));
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+    return __uint_as_float(bits);
 }
 
-struct Scale {
-    float factor;  // from unscaled H(x·suh) to what is multiplied
-    float undo;    // from the products' sum to y before the output Hadamard
-};
-
-__device__ __forceinline__ Scale scale_of(u32 arithmetic, float largest) {
-    if (arithmetic == INTEGER) {
-        const float factor = LARGEST_INTEGER / largest;
-        if (!(factor <= 3.0e38f) && largest <= 1.0f) return {0.0f, 0.0f};  // zeros, or below 2^-113
-        return {factor, largest * (HADAMARD_SCALE * MUL1_SCALE / LARGEST_INTEGER)};  // infinity and NaN: 0·undo is NaN
-    }
-    // 2^exponent <= largest·HADAMARD_SCALE, as float bits; the factor is 2^(10-exponent) and stays a normal number.
-    const u32 exponent = __float_as_uint(largest * HADAMARD_SCALE) >> 23 & 0xffu;
-    const u32 up = min(264u - max(exponent, 11u), 253u);
-    const float undo = __uint_as_float((254u - up) << 23);
-    return {__uint_as_float(up << 23) * HADAMARD_SCALE, largest <= 3.0e38f ? undo : largest * 1.0e30f};
+template <int LANES, class Number>
+__device__ __forceinline__ Number sum_of_lanes(Number value) {
+#pragma unroll
+    for (int step = 1; step < LANES; step *= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+    return value;
 }
 
 __device__ __forceinline__ void store_shared(u32 address, u32 word) {
@@ -96,122 +94,143 @@ __device__ __forceinline__ void store_shared(u32 address, u32 word) {
 __device__ __forceinline__ void store_shared(u32 address, u32 first, u32 second) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
 }
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
-    return value;
+__device__ __forceinline__ void store_shared(u32 address, u32 first, u32 second, u32 third, u32 fourth) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first), "r"(second), "r"(third), "r"(fourth) : "memory");
 }
 
 // Quantises a lane's values of one token and writes them to the item's record.
 template <class K>
-__device__ __forceinline__ void store_item(const float (&v)[4], u32 record, u32 token, int lane) {
+__device__ __forceinline__ void store_rotated(const Values<K>& v, const Rotation& at, int lane) {
     using R = Record<K::arithmetic, K::tile_rows>;
-    const Scale scale = scale_of(K::arithmetic, largest_magnitude(v));
-    const u32 q = lane >> 2 & 3, first = lane & 3;  // k-tile; the lane's k are 4·first .. 4·first+3 of it
-    const u32 unit = record + (lane >> 4) * R::unit_bytes + q * 16;
-    // k = 2i + 8h + b of the tile is word 2h + b of quad i, in HALF half b of word 2·(i & 1) + h of quad i / 2.
-    const u32 h = first >> 1, quad = 2 * (first & 1);
-    if (lane == 0)
-        store_shared(record + R::undo_at + 4 * token, __float_as_uint(K::byte_sums ? scale.undo * MUL1_SCALE : scale.undo));
+    constexpr int lanes = LANES<K>, words = BLOCK / lanes / 2;
+    const Scale scale = scale_of(K::arithmetic, largest_magnitude<lanes>(v));
+    const float undo = K::byte_sums ? scale.undo * MUL1_SCALE : scale.undo;
+    // A vector of eight is k = 8h .. 8h + 7 of k-tile q of a unit of 64. k = 2i + 8h + b is word 2h + b of quad i, in HALF half b of word
+    // 2·(i & 1) + h of quad i / 2.
+    const u32 q = lane >> 1 & 3, h = lane & 1;
+    const u32 unit = lanes == 16 ? lane >> 3 & 1 : 0;  // of the first vector; a second one belongs to the next
+    const bool first = lane % lanes == 0;
     if constexpr (K::arithmetic == INTEGER) {
-        int low[4], high[4], low_sum = 0, high_sum = 0;
+        const u32 to = at.record + at.token * R::token_bytes + q * 16 + 8 * h;
+        int low_sum = 0, high_sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int a = __float2int_rn(v[i] * scale.factor);
-            high[i] = (a + 64) >> 7, low[i] = a - 128 * high[i];
-            high_sum += high[i], low_sum += low[i];
-        }
-        const u32 plane = unit + 2 * token * 64 + 8 * h;
+        for (int i = 0; i < words; ++i) {
+            u32 high[2], low[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u32 at = plane + (quad + i) * R::quad_bytes;
-            store_shared(at, (u32(high[2 * i]) & 0xffu) * 0x01010101u, (u32(high[2 * i + 1]) & 0xffu) * 0x01010101u);
-            store_shared(at + 64, (u32(low[2 * i]) & 0xffu) * 0x01010101u, (u32(low[2 * i + 1]) & 0xffu) * 0x01010101u);
+            for (int b = 0; b < 2; ++b) {
+                const int a = __float2int_rn(v[2 * i + b] * scale.factor), most = (a + 64) >> 7, rest = a - 128 * most;
+                high_sum += most, low_sum += rest;
+                high[b] = __byte_perm(most, 0, 0), low[b] = __byte_perm(rest, 0, 0);
+            }
+            const u32 place = to + (unit + i / 4) * R::unit_bytes + i % 4 * R::quad_bytes;
+            store_shared(place, high[0], high[1]);
+            store_shared(place + 64, low[0], low[1]);
         }
-        high_sum = __reduce_add_sync(0xffffffffu, high_sum), low_sum = __reduce_add_sync(0xffffffffu, low_sum);
+        high_sum = sum_of_lanes<lanes>(high_sum), low_sum = sum_of_lanes<lanes>(low_sum);
         // -510 of the offset on either plane, the rest of it, rounded, on the low one: half a unit of 10^7 is lost.
         const float rest = static_cast<float>(128 * high_sum + low_sum) * (MUL1_OFFSET + 510.0f);
-        if (lane < 2)
-            store_shared(record + R::starts_at + 16 * token + 8 * lane, -510 * high_sum, -510 * low_sum + __float2int_rn(rest));
-    } else {
-        u16 a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = float_to_half(v[i] * scale.factor);
-        const u32 plane = unit + token * 64;
-        if constexpr (K::arithmetic == PAIR) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                store_shared(plane + 8 * h + (quad + i) * R::quad_bytes, a[2 * i] * 0x10001u, a[2 * i + 1] * 0x10001u);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                store_shared(plane + quad / 2 * R::quad_bytes + 4 * h + 8 * i, a[2 * i] | u32(a[2 * i + 1]) << 16);
+        const u32 high_start = -510 * high_sum, low_start = -510 * low_sum + __float2int_rn(rest), token = at.record + at.token * R::token_bytes;
+        if (first) {
+            store_shared(token + R::start_at, high_start, low_start, high_start, low_start);
+            store_shared(token + R::undo_at, __float_as_uint(undo));
         }
-        float start = 0.0f;
-        if constexpr (K::byte_sums)
-            start = warp_sum((half_to_float(a[0]) + half_to_float(a[1])) + (half_to_float(a[2]) + half_to_float(a[3]))) *
-                (MUL1_OFFSET - 1024.0f);
-        if (lane < 2) store_shared(record + R::starts_at + token / 2 * 16 + token % 2 * 4 + 8 * lane, __float_as_uint(start));
+    } else if constexpr (K::arithmetic == BYTE) {
+        const u32 token = at.record + at.token * R::token_bytes;
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < words; ++i) {
+            const int a = __float2int_rn(v[2 * i] * scale.factor), b = __float2int_rn(v[2 * i + 1] * scale.factor);
+            sum += a + b;
+            store_shared(token + (unit + i / 4) * R::unit_bytes + i % 4 * R::quad_bytes + q * 16 + 8 * h, __byte_perm(a, 0, 0), __byte_perm(b, 0, 0));
+        }
+        const float start = static_cast<float>(sum_of_lanes<lanes>(sum)) * MUL1_OFFSET;
+        if (first) store_shared(token + R::start_at, __float2int_rn(start), __float_as_uint(undo));
+    } else {
+        u32 pairs[words];  // as two fp16
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < words; ++i) {
+            const u16 a = float_to_half(v[2 * i] * scale.factor), b = float_to_half(v[2 * i + 1] * scale.factor);
+            if constexpr (K::byte_sums) sum += half_to_float(a) + half_to_float(b);
+            pairs[i] = a | u32(b) << 16;
+        }
+        if constexpr (K::byte_sums) sum = sum_of_lanes<lanes>(sum) * (MUL1_OFFSET - 1024.0f);
+        if constexpr (WARPGROUPS && K::arithmetic == HALF) {
+            const u32 to = at.record + h * R::matrix_pitch + at.token * 16 + 4 * q;
+#pragma unroll
+            for (int i = 0; i < words; ++i) store_shared(to + (unit + i / 4) * R::unit_bytes + i % 4 * 2 * R::matrix_pitch, pairs[i]);
+            const u32 undoes = at.record + R::undo_at + 4 * at.token;
+            if (first) {
+                store_shared(undoes, __float_as_uint(undo));
+                if constexpr (K::byte_sums) store_shared(undoes + 4 * R::tokens, __float_as_uint(sum * undo));
+            }
+        } else {
+            const u32 token = at.record + at.token * R::token_bytes;
+#pragma unroll
+            for (int i = 0; i < words; ++i) {
+                const u32 to = token + (unit + i / 4) * R::unit_bytes + q * 16;
+                if constexpr (K::arithmetic == PAIR)
+                    store_shared(to + i % 4 * R::quad_bytes + 8 * h, __byte_perm(pairs[i], 0, 0x1010), __byte_perm(pairs[i], 0, 0x3232));
+                else store_shared(to + i % 4 / 2 * R::quad_bytes + 8 * (i % 2) + 4 * h, pairs[i]);
+            }
+            if (first) {
+                store_shared(token + R::start_at, __float_as_uint(sum));
+                store_shared(token + R::undo_at, __float_as_uint(undo));
+            }
+        }
     }
 }
 
-// (item, token) pairs in the order of items, every 16th for a warp.
-struct Turn {
-    u32 item, token, rows;
-
-    __device__ __forceinline__ Turn(u32 warp, u32 rows) : item(warp / rows), token(warp % rows), rows(rows) {}
-    __device__ __forceinline__ void next() {
-        item += WARPS / rows, token += WARPS % rows;
-        if (token >= rows) token -= rows, ++item;
-    }
-};
-
-// Rotates what the items [begin, end) of one shard multiply. All threads of the block call it.
-template <class K, u32 RECORD_BYTES>
+// Rotates what the items [begin, end) of one shard multiply. All WARPS_OF_BLOCK warps of the block call it.
+template <class K, u32 WARPS_OF_BLOCK>
 __device__ __forceinline__ void rotate_items(u32 records, const NarrowArgs& args, const NarrowShard& shard, u32 begin, u32 end, u32 warp,
                                              int lane) {
-    constexpr int AT_ONCE = 4;  // loads that overlap
     const u32 depth = shard.in_features / BLOCK, first_row = blockIdx.y * K::tile_rows;
-    const u32 rows = min(static_cast<u32>(K::tile_rows), args.rows - first_row), count = end - begin;
+    const u32 rows = min(static_cast<u32>(K::tile_rows), args.rows - first_row), count = (end - begin) * rows;
     const u32 first_block = (begin - shard.first_item) % depth;
     const bool whole = reads_whole(args);
-    const auto block_of = [&](u32 item) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(rows)));
+    // Lanes that have none left do the last one again.
+    const auto rotation = [&](u32 first) -> Rotation {
+        const u32 index = min(first + lane / LANES<K>, count - 1);
+        const u32 item = static_cast<u32>((static_cast<float>(index) + 0.5f) * inverse), token = index - item * rows;
         u32 block = first_block + item;
         while (block >= depth) block -= depth;
-        return block;
+        return {first_row + token, block, token, records + item * args.record_bytes};
     };
-    Turn loading(warp, rows), storing(warp, rows);
-    while (storing.item < count) {
-        Raw raw[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (loading.item < count) raw[i] = load_raw(args, shard, first_row + loading.token, block_of(loading.item), whole, lane);
-            loading.next();
+    constexpr u32 at_once = 32 / LANES<K>;
+    u32 first = at_once * warp;
+    if (first >= count) return;
+    Rotation at = rotation(first);
+    Raw<16 / LANES<K>> raw;
+    load_raw(raw, args, shard, at, whole, lane);
+#pragma unroll 1
+    while (true) {
+        Values<K> v;
+        rotate_raw(v, raw, args, at, whole, lane);
+        const Rotation done = at;
+        first += at_once * WARPS_OF_BLOCK;
+        const bool more = first < count;
+        if (more) {
+            at = rotation(first);
+            load_raw(raw, args, shard, at, whole, lane);
         }
-#pragma unroll 1  // the code runs once or twice a launch: its size is what it costs
-        for (int i = 0; i < AT_ONCE && storing.item < count; ++i) {
-            float v[4];
-            rotate_raw(v, raw[0], args, first_row + storing.token, block_of(storing.item), whole, lane);
-            store_item<K>(v, records + storing.item * RECORD_BYTES, storing.token, lane);
-            storing.next();
-#pragma unroll
-            for (int j = 1; j < AT_ONCE; ++j) raw[j - 1] = raw[j];
-        }
+        store_rotated<K>(v, done, lane);
+        if (!more) break;
     }
 }
 
-// The same from what the rotating kernel wrote.
-template <u32 RECORD_BYTES>
-__device__ __forceinline__ void load_items(u8* records, const NarrowArgs& args, const NarrowShard& shard, u32 begin, u32 end) {
-    constexpr u32 chunks = RECORD_BYTES / 16;
-    const u32 depth = shard.in_features / BLOCK, first_block = (begin - shard.first_item) % depth;
+// Starts to fetch the same from what the rotating kernel wrote.
+__device__ __forceinline__ void fetch_items(u32 records, const NarrowArgs& args, const NarrowShard& shard, u32 begin, u32 end) {
+    const u32 depth = shard.in_features / BLOCK, chunks = args.record_bytes / 16;
     const uint4* source = args.records + (static_cast<u64>(blockIdx.y) * args.total_records + shard.first_record) * chunks;
-    uint4* target = reinterpret_cast<uint4*>(records);
-#pragma unroll 4
-    for (u32 chunk = threadIdx.x; chunk < (end - begin) * chunks; chunk += THREADS) {
-        u32 block = first_block + chunk / chunks;
-        while (block >= depth) block -= depth;
-        target[chunk] = __ldcg(source + block * chunks + chunk % chunks);
+    u32 block = (begin - shard.first_item) % depth;
+    while (begin < end) {  // up to the end of k, and from its beginning
+        const u32 items = min(end - begin, depth - block);
+#pragma unroll 1
+        for (u32 chunk = threadIdx.x; chunk < items * chunks; chunk += THREADS)
+            fetch_16(records + 16 * chunk, reinterpret_cast<const u8*>(source + block * chunks + chunk));
+        begin += items, records += 16 * items * chunks, block = 0;
     }
 }

@@ -7,8 +7,15 @@
 #pragma once
 #include "types.cuh"
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool WARPGROUPS = true;  // wgmma serves HALF
+#else
+constexpr bool WARPGROUPS = false;
+#endif
+constexpr bool SPREAD_SHIFTS = true;
 constexpr u32 WARPS = 16;
 constexpr u32 THREADS = 32 * WARPS;
+constexpr u32 ROTATE_WARPS = 4, ROTATE_THREADS = 32 * ROTATE_WARPS;  // of the kernel that only rotates
 constexpr u32 MAX_SHARDS = 8;
 constexpr u32 BLOCK = 128;      // channels of a Hadamard block
 constexpr u32 ITEM_TILES = 8;   // k-tiles of an item
@@ -53,8 +60,10 @@ struct NarrowArgs {
     u32 range_items;       // items of a block's range where parts = 0, and how many ranges hold one more
     u32 longer_ranges;
     u32 total_strips;
-    u32 kept_items;        // items whose activations shared memory holds at once
+    u32 kept_items;        // items whose activations shared memory holds at once,
+    u32 kept_halves;       // once, or twice: while one is multiplied, the next is fetched
     u32 total_records;     // of a row tile: one an item of k and shard
+    u32 record_bytes;      // the largest kind's
 };
 
 __device__ __forceinline__ u32 range_begin(const NarrowArgs& args, u32 block) {

@@ -1,8 +1,11 @@
 // One item of one warp: decoded weights times the kept activations, into sums that begin where LaneTokens says.
 #pragma once
 #include "narrow_activations.cuh"
+#include "narrow_ring.cuh"
+#include "narrow_words.cuh"
 
 template <class K> using ItemSum = typename Sum<K::arithmetic>::type;
+template <class K> constexpr bool INTEGRAL = K::arithmetic == INTEGER || K::arithmetic == BYTE;
 
 // The B operand of a unit of 64 k: lane (g, q) has token plane g of k-tile q. Kept in registers for all tiles, or, where two groups
 // of columns leave none to spare, read again for every two products.
@@ -33,64 +36,115 @@ private:
 #pragma unroll
             for (int quad = 0; quad < quads; ++quad) {
                 u32(&words)[4] = *reinterpret_cast<u32(*)[4]>(&b[group][4 * quad]);
-                SharedWords{from + group * 512 + (FIRST + quad) * R::quad_bytes}.run(words, 0);
+                SharedWords{from + group * R::group * R::token_bytes + (FIRST + quad) * R::quad_bytes}.run(words, 0);
             }
         }
     }
 };
 
-template <class K, int I>
-__device__ __forceinline__ void decode_products(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
-    using W = typename K::Window;
-    if constexpr (K::byte_sums) {
-        a[0] = decode_byte_sums(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
-        a[1] = decode_byte_sums(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
-        a[2] = decode_byte_sums(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
-        a[3] = decode_byte_sums(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
-    } else {
-        decode_step<K, I>(a, words);
-    }
+// The two fp16 of a word, added: where both come from one register the sum takes its halves without a permutation.
+__device__ __forceinline__ u16 half_sum(u32 word) {
+    u16 low, high, sum;
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(word));
+    asm("add.rn.f16 %0, %1, %2;" : "=h"(sum) : "h"(low), "h"(high));
+    return sum;
+}
+__device__ __forceinline__ u32 pack_halves(u16 low, u16 high) {
+    u32 word;
+    asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+    return word;
+}
+
+// Two product words to two fp16 weights, or byte sums where the offset is accounted for elsewhere.
+template <class K>
+__device__ __forceinline__ u32 weights_of(u32 x, u32 y) {
+    if constexpr (K::byte_sums) return byte_sums(x, y);
+    else return pack_halves(half_sum(x), half_sum(y));
 }
 
 // Product P of a unit, on top of `start`.
 template <class K, int P>
 __device__ __forceinline__ void multiply_product(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4],
-                                                 const u32 (&words)[K::Window::words], Operand<K>& operand) {
-    using W = typename K::Window;
-    u32 a[4];
+                                                 const u32 (&a)[4], Operand<K>& operand) {
     operand.template need<P>();
-    if constexpr (K::arithmetic == HALF) {
-        decode_products<K, P>(a, words);
-    } else {
-        constexpr int i = P / 2, h = P % 2;
-        a[0] = product_word<K::codebook>(W::template get<8 * i + 2 * h>(words));
-        a[1] = product_word<K::codebook>(W::template get<8 * i + 4 + 2 * h>(words));
-        a[2] = product_word<K::codebook>(W::template get<8 * i + 2 * h + 1>(words));
-        a[3] = product_word<K::codebook>(W::template get<8 * i + 5 + 2 * h>(words));
-    }
 #pragma unroll
     for (int group = 0; group < K::columns; ++group) {
         const u32 first = operand.template word<P>(group, 0), second = operand.template word<P>(group, 1);
-        if constexpr (K::arithmetic == INTEGER) mma_integer(sums[group], a, first, second, start[group]);
+        if constexpr (INTEGRAL<K>) mma_integer(sums[group], a, first, second, start[group]);
         else mma_half(sums[group], a, first, second, start[group]);
     }
 }
 
-// One tile column: 64 k × 16 output channels, on top of `start`.
-template <class K>
-__device__ __forceinline__ void multiply_unit(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4],
-                                              const u32 (&words)[K::Window::words], Operand<K>& operand) {
-    multiply_product<K, 0>(sums, start, words, operand);
-    multiply_product<K, 1>(sums, sums, words, operand);
-    multiply_product<K, 2>(sums, sums, words, operand);
-    multiply_product<K, 3>(sums, sums, words, operand);
-    if constexpr (K::arithmetic != HALF) {
-        multiply_product<K, 4>(sums, sums, words, operand);
-        multiply_product<K, 5>(sums, sums, words, operand);
-        multiply_product<K, 6>(sums, sums, words, operand);
-        multiply_product<K, 7>(sums, sums, words, operand);
+// A step is a unit of one tile column, 64 k × 16 output channels: its products' A operands.
+template <class K> constexpr int PRODUCTS = K::arithmetic == HALF ? 4 : 8;
+template <class K> using Step = u32[PRODUCTS<K>][4];
+
+// The operands of the products that take the eight positions from 8·I on: one of HALF, two of the others.
+template <class K, int I>
+__device__ __forceinline__ void decode_products(Step<K>& a, const u32 (&words)[K::Window::words]) {
+    u32 x[8];
+    eight_words<K::codebook, K::half_bits, I>(x, words);
+    if constexpr (K::arithmetic == HALF) {
+        a[I][0] = weights_of<K>(x[0], x[1]), a[I][1] = weights_of<K>(x[4], x[5]);
+        a[I][2] = weights_of<K>(x[2], x[3]), a[I][3] = weights_of<K>(x[6], x[7]);
+    } else {
+        u32(&first)[4] = a[2 * I], (&second)[4] = a[2 * I + 1];
+        first[0] = x[0], first[1] = x[4], first[2] = x[1], first[3] = x[5];
+        second[0] = x[2], second[1] = x[6], second[2] = x[3], second[3] = x[7];
     }
 }
+template <class K>
+__device__ __forceinline__ void decode_step(Step<K>& a, u32 row, int lane) {
+    u32 words[K::Window::words];
+    load_words<K::half_bits>(words, SharedWords{row}, lane);
+    decode_products<K, 0>(a, words);
+    decode_products<K, 1>(a, words);
+    decode_products<K, 2>(a, words);
+    decode_products<K, 3>(a, words);
+}
+
+// All products of a step, on top of `start`.
+template <class K, int P = 0>
+__device__ __forceinline__ void multiply_step(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4], const Step<K>& a,
+                                              Operand<K>& operand) {
+    multiply_product<K, P>(sums, start, a[P], operand);
+    if constexpr (P + 1 < PRODUCTS<K>) multiply_step<K, P + 1>(sums, sums, a, operand);
+}
+
+// The same from a step's words, decoding for one product while another runs.
+template <class K, int I = 0>
+__device__ __forceinline__ void multiply_words(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4],
+                                               const u32 (&words)[K::Window::words], Operand<K>& operand) {
+    constexpr int count = PRODUCTS<K> / 4;
+    Step<K> a;
+    decode_products<K, I>(a, words);
+    multiply_product<K, count * I>(sums, start, a[count * I], operand);
+    if constexpr (count == 2) multiply_product<K, count * I + 1>(sums, sums, a[count * I + 1], operand);
+    if constexpr (I + 1 < 4) multiply_words<K, I + 1>(sums, sums, words, operand);
+}
+
+// Where a lane finds a step's words in a slot. Steps are in the order of units, then tile columns.
+template <class K, int J>
+__device__ __forceinline__ u32 step_at(int step, int lane) {
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = J * tile_bytes + ROW_PAD;
+    return (lane & 3) * row_bytes + step / J * 4 * row_bytes + step % J * tile_bytes;
+}
+
+// Where a lane reads in a record.
+template <class K>
+struct LanePlaces {
+    using R = Record<K::arithmetic, K::tile_rows>;
+    static constexpr int tokens = K::arithmetic == INTEGER ? 1 : 2;  // a group
+    u32 operand, token[tokens];
+
+    LanePlaces(int lane, u32 rows) {
+        const auto place = [&](u32 index) { return (K::columns == 1 ? min(index, rows - 1) : index) * R::token_bytes; };
+        const u32 column = lane >> 2;
+        operand = place(column / R::planes) + column % R::planes * 64 + (lane & 3) * 16;
+#pragma unroll
+        for (int i = 0; i < tokens; ++i) token[i] = place((lane & 3) * tokens + i);
+    }
+};
 
 // What a lane needs of the tokens of an item: INTEGER columns 2q, 2q+1 are the planes of token q (of 4 a group), else tokens
 // 2q, 2q+1 (of 8 a group).
@@ -100,19 +154,28 @@ struct LaneTokens {
     float undo[K::columns][count];
     ItemSum<K> start[K::columns][4];
 
-    // `starts` and `undoes` are the lane's.
-    __device__ __forceinline__ void load(u32 starts, u32 undoes) {
+    template <class Places>
+    __device__ __forceinline__ void load(u32 record, const Places& places) {
+        using R = typename Places::R;
 #pragma unroll
         for (int group = 0; group < K::columns; ++group) {
-            u32 words[4], factors[count];
-            SharedWords{undoes + group * 16 * count}.run(factors, 0);
 #pragma unroll
-            for (int i = 0; i < count; ++i) undo[group][i] = __uint_as_float(factors[i]);
-            if constexpr (K::arithmetic == INTEGER || K::byte_sums) SharedWords{starts + group * 64}.run(words, 0);
+            for (int i = 0; i < count; ++i) {
+                const u32 token = record + places.token[i] + group * R::group * R::token_bytes;
+                u32 words[4], factor[1];
+                if constexpr (K::arithmetic == INTEGER) {
+                    SharedWords{token + R::start_at}.run(words, 0);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if constexpr (K::arithmetic == INTEGER) start[group][i] = static_cast<int>(words[i]);
-                else start[group][i] = K::byte_sums ? __uint_as_float(words[i]) : 0.0f;
+                    for (int j = 0; j < 4; ++j) start[group][j] = static_cast<int>(words[j]);
+                }
+                SharedWords{token + R::undo_at}.run(factor, 0);
+                undo[group][i] = __uint_as_float(factor[0]);
+                if constexpr (K::arithmetic != INTEGER) {
+                    u32 begin[1] = {0};
+                    if constexpr (K::byte_sums || K::arithmetic == BYTE) SharedWords{token + R::start_at}.run(begin, 0);
+                    if constexpr (K::arithmetic == BYTE) start[group][i] = start[group][i + 2] = static_cast<int>(begin[0]);
+                    else start[group][i] = start[group][i + 2] = __uint_as_float(begin[0]);
+                }
             }
         }
     }
@@ -137,7 +200,7 @@ __device__ __forceinline__ void add_item(Totals<K>& totals, const ItemSum<K> (&s
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    totals[group][channel][i] = fmaf(sum[i], tokens.undo[group][i], totals[group][channel][i]);
+                    totals[group][channel][i] = fmaf(static_cast<float>(sum[i]), tokens.undo[group][i], totals[group][channel][i]);
             }
         }
     }

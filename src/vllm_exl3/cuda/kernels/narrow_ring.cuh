@@ -5,11 +5,12 @@
 #pragma once
 #include "narrow_problem.cuh"
 
-// Keeps the compiler from computing a value again wherever it is used.
-__device__ __forceinline__ u32 kept_value(u32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
+// Starts to copy 16 bytes to shared memory.
+__device__ __forceinline__ void fetch_16(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// What a thread has started since the last time is one fetch.
+__device__ __forceinline__ void end_fetch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // A warp's view of where the next items come from. Moving on inside a strip is one addition.
 //
@@ -49,7 +50,7 @@ struct Cursor {
             ++item;
             if (--left == 0) seek(args, warp, lane);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        end_fetch();
     }
 
 private:
@@ -66,14 +67,11 @@ private:
         if constexpr (HALF_BITS != 0) {
 #pragma unroll
             for (u32 row = 0; row < ITEM_TILES; row += rows_at_once(J * HALF_BITS))
-                async_copy(to + row * row_bytes(), source + static_cast<u64>(row) * pitch);
+                fetch_16(to + row * row_bytes(), source + static_cast<u64>(row) * pitch);
         } else {
 #pragma unroll 1
-            for (u32 row = 0; row < ITEM_TILES; row += rows) async_copy(to + row * row_bytes(), source + static_cast<u64>(row) * pitch);
+            for (u32 row = 0; row < ITEM_TILES; row += rows) fetch_16(to + row * row_bytes(), source + static_cast<u64>(row) * pitch);
         }
-    }
-    static __device__ __forceinline__ void async_copy(u32 to, const u8* from) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     }
 };
 

@@ -2,6 +2,6 @@
 // the macros are those of narrow.cu.
 #include "narrow.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) exl3_narrow_rotate(const __grid_constant__ NarrowArgs args) {
+extern "C" __global__ void __launch_bounds__(ROTATE_THREADS) exl3_narrow_rotate(const __grid_constant__ NarrowArgs args) {
     rotate(Kinds<INSTANCE_KINDS>{}, args);
 }

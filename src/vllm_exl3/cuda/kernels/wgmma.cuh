@@ -20,16 +20,30 @@ __device__ __forceinline__ void warpgroup_wait() { asm volatile("wgmma.wait_grou
 template <int N> struct WarpgroupMma;
 
 template <>
+struct WarpgroupMma<8> {
+    // ACCUMULATE: on top of D, which otherwise holds nothing yet.
+    template <bool ACCUMULATE = true>
+    static __device__ __forceinline__ void run(float (&d)[4], const u32 (&a)[4], u64 b) {
+        asm volatile(
+            "{\n.reg .pred accumulate;\nsetp.ne.u32 accumulate, %9, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ACCUMULATE)));
+    }
+};
+
+template <>
 struct WarpgroupMma<16> {
+    template <bool ACCUMULATE = true>
     static __device__ __forceinline__ void run(float (&d)[8], const u32 (&a)[4], u64 b) {
         asm volatile(
-            "{\n.reg .pred accumulate;\nsetp.eq.u32 accumulate, 0, 0;\n"
+            "{\n.reg .pred accumulate;\nsetp.ne.u32 accumulate, %13, 0;\n"
             "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7}, "
             "{%8, %9, %10, %11}, %12, accumulate, 1, 1, 0;\n}\n"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
               "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(ACCUMULATE)));
     }
 };
 

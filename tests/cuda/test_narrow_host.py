@@ -1,0 +1,161 @@
+"""The kernels for few tokens, compiled for the host and held against float64: what a GPU would run, thread by thread.
+
+Tensor-core instructions and shared memory's limits are those of host/; what is in flight when only a GPU shows
+(tests/gpu).
+"""
+
+import ctypes
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cuda.host_kernels import build
+from vllm_exl3.cuda.binding import ELEMENTS
+from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearPlan
+from vllm_exl3.cuda.narrow import plan_narrow
+from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.ops.trellis import decode, hadamard
+from vllm_exl3.pack.tile import unpack_states
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
+
+LIMITS = GpuLimits("sm_90a", 5, 232448)
+MUL1, MIXED, DECODED = (8, 2), ((5, 2), (8, 0), (8, 1), (12, 2)), ((5, 2), (6, 1), (8, 0), (8, 1), (12, 2))
+"""Kinds that host/narrow.cpp knows."""
+
+
+class Memory:
+    """Arrays at addresses that are multiples of 256, like a GPU's allocations; kept as long as this lives."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def place(self, values: np.ndarray) -> int:
+        """Address of a copy."""
+        raw = np.full(values.nbytes + 512, 0xFF, np.uint8)
+        start = -raw.ctypes.data % 256
+        raw[start : start + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).ravel()
+        self._kept.append(raw)
+        return raw.ctypes.data + start
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch: its kernel in host/narrow.cpp, form, shards as (kind, in blocks, out blocks), tokens, how it is cut."""
+
+    kernel: int
+    form: Form
+    shards: tuple[tuple[tuple[int, int], int], ...]
+    depth: int
+    width: int
+    rows: int
+    cut: Cut
+    rotated: bool
+    dtype: torch.dtype = torch.float16
+    clustered: bool = False
+
+
+def _cases() -> dict[str, Case]:
+    mul1 = ((MUL1, 4),)
+    mixed = tuple((kind, 2) for kind in MIXED)
+    decoded = tuple((kind, 2) for kind in DECODED)
+    return {
+        "one token, equal parts": Case(0, Form(True, 4), mul1, 5, 640, 1, Cut(1, 3, 6), False),
+        "four tokens, two columns a warp": Case(0, Form(True, 4), mul1, 4, 512, 4, Cut(2, 2, 2), False, torch.bfloat16),
+        "three tokens, cut anywhere, narrow input": Case(0, Form(True, 4), mul1, 3, 300, 3, Cut(1, 0, 4), False),
+        "kinds, cut anywhere": Case(1, Form(True, 8), mixed, 2, 256, 6, Cut(1, 0, 5), False, torch.float32),
+        "kinds, rotated before": Case(1, Form(True, 8), mixed, 2, 256, 6, Cut(1, 0, 5), True, torch.float32),
+        "fast mode": Case(4, Form(True, 8, True), mul1, 2, 256, 7, Cut(1, 2, 4), False),
+        "decoded, 8 tokens": Case(2, Form(False, 8), decoded, 2, 256, 7, Cut(1, 0, 5), False, torch.float32),
+        "decoded, 16 tokens": Case(3, Form(False, 16), decoded, 2, 256, 13, Cut(1, 0, 5), False),
+        "decoded, two columns a warp": Case(
+            3, Form(False, 16), tuple((kind, 3) for kind in DECODED), 2, 256, 16, Cut(2, 0, 3), False
+        ),
+        "a cluster of one block": Case(
+            3, Form(False, 16), tuple((kind, 3) for kind in DECODED), 2, 256, 11, Cut(1, 1, 10), False, clustered=True
+        ),
+        "fetched in halves": Case(0, Form(True, 4), ((MUL1, 1),), 40, 5120, 4, Cut(1, 0, 1), True),
+        "decoded, two tiles, rotated before": Case(3, Form(False, 16), decoded, 2, 250, 18, Cut(1, 2, 10), True),
+    }
+
+
+CASES = _cases()
+QUICK = ("one token, equal parts", "kinds, cut anywhere", "decoded, 8 tokens", "a cluster of one block")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build("narrow", tmp_path_factory.mktemp("narrow"))))
+
+
+def _layer(case: Case) -> tuple[tuple[Shard, ...], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(len(CASES))
+    shards, tensors = [], []
+    for (half_bits, codebook), blocks in case.shards:
+        shard = Shard(half_bits, codebook, case.depth * 128, blocks * 128, 0, blocks * 128)
+        trellis = torch.randint(-(2**15), 2**15, (shard.trellis_words,), generator=generator, dtype=torch.int16)
+        scales = [
+            (
+                (torch.rand(size, generator=generator) + 0.5)
+                * (torch.randint(0, 2, (size,), generator=generator) * 2 - 1)
+            ).half()
+            for size in (shard.in_features, shard.out_features)
+        ]
+        shards.append(shard)
+        tensors.append((trellis, *scales))
+    return tuple(shards), tensors
+
+
+def _run(library: ctypes.CDLL, case: Case, x: torch.Tensor) -> torch.Tensor:
+    shards, tensors = _layer(case)
+    plan: LinearPlan = plan_narrow(shards, x.shape[0], case.width, case.form, LIMITS, case.cut, case.rotated)
+    memory, arguments = Memory(), plan.arguments_type.from_buffer_copy(plan.arguments)
+    out = torch.full((x.shape[0], plan.out_features), float("nan"), dtype=x.dtype)
+    scratch = memory.place(np.full(plan.scratch, 0xFF, np.uint8))
+    for name, offset in plan.scratch_parts.items():
+        setattr(arguments, name, scratch + offset)
+    if plan.counters:
+        arguments.counters = memory.place(np.zeros(plan.counters, np.uint32))
+    for shard, (trellis, suh, svh) in zip(arguments.shards, tensors, strict=False):
+        shard.trellis, shard.suh, shard.svh = (memory.place(t.view(torch.int16).numpy()) for t in (trellis, suh, svh))
+    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), x.stride(0), ELEMENTS[x.dtype]
+    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), ELEMENTS[out.dtype]
+    if plan.transform is not None:
+        library.run_rotate(ctypes.byref(arguments), case.kernel, *plan.transform.grid, plan.transform.shared)
+    # The plan makes no cluster of one block, and reserves no memory for what its blocks exchange.
+    shared = plan.shared + case.clustered * case.form.tile_rows * 2 * 512
+    library.run_narrow(ctypes.byref(arguments), case.kernel, case.cut.columns, int(case.clustered), *plan.grid, shared)
+    return out
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_against_float64(library: ctypes.CDLL, name: str) -> None:
+    case = CASES[name]
+    x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(case.rows)).to(case.dtype)
+    found = _run(library, case, x)
+    shards, tensors = _layer(case)
+    wide = torch.zeros(case.rows, case.depth * 128, dtype=torch.float64)
+    wide[:, : case.width] = x
+    parts = []
+    for shard, (trellis, suh, svh) in zip(shards, tensors, strict=True):
+        dense = decode(trellis.view(shard.trellis_shape), shard.half_bits, shard.codebook).double()
+        parts.append(hadamard(hadamard(wide * suh.double()) @ dense) * svh.double())
+    expected = torch.cat(parts, dim=1)
+    error = ((found.double() - expected).norm() / expected.norm()).item()
+    assert error < (1.5e-2 if case.form.fast else 4e-3 if case.dtype == torch.bfloat16 else 6e-4)
+    assert torch.equal(_run(library, case, x[-1:].contiguous()), found[-1:])  # a row alone
+
+
+@pytest.mark.parametrize("half_bits", (*range(2, 17, 2), 3, 5, 7))
+def test_states_as_the_products_take_them(library: ctypes.CDLL, half_bits: int) -> None:
+    tiles = np.random.default_rng(half_bits).integers(0, 1 << 16, (20, 8 * half_bits), dtype=np.uint16)
+    found = np.zeros((20, 256), np.uint32)
+    for tile, states in zip(tiles, found, strict=True):
+        library.run_states(ctypes.c_void_p(tile.ctypes.data), half_bits, ctypes.c_void_p(states.ctypes.data))
+    np.testing.assert_array_equal(found, unpack_states(tiles.view(np.int16), half_bits))
