@@ -32,7 +32,7 @@ import torch
 from vllm_exl3.tools.results import write_results
 
 PROMPT = 131072
-NEW = 33
+NEW = 129
 REPEATS = 3
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 MODES: dict[str, dict[str, Any]] = {
