@@ -84,14 +84,13 @@ def serve_line() -> str:
 def prefill_line() -> str:
     """Prompts: linears of many tokens beside cuBLAS, in the same run."""
     rows = load("h200/prefill.json")["rows"]
-    dense = {(row["in"], row["out"], row["m"]): row["us"] for row in rows if row["kernel"] == "cublas_bf16"}
     texts = []
     for low, high in ((128, 512), (1024, 8192)):
         ratios = [
-            dense[row["in"], row["out"], row["m"]] / row["us"]
+            row["bf16_us"] / row["us"]
             for row in rows
-            if row["kernel"] == "native" and (row["bits"], row["codebook"]) == (4, "mul1") and low <= row["m"] <= high
-            and (row["in"], row["out"], row["m"]) in dense
+            if row["kernel"] == "native" and (row["bits"], row["codebook"]) == (4, "mul1")
+            and low <= row["m"] <= high and row["m"].bit_count() == 1
         ]  # fmt: skip
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         texts.append(f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) at {low} to {high} tokens")
