@@ -244,6 +244,7 @@ def test_a_signal_while_generating_ends_every_process(tmp_path: Path, number: si
         children = parent.children(recursive=True)
         assert children
         parent.send_signal(number)
-        _, alive = psutil.wait_procs([parent, *children], timeout=60)
+        # long: what is being generated may be finished first, and the machine may be busy
+        _, alive = psutil.wait_procs([parent, *children], timeout=180)
         assert not alive
         assert "Traceback" not in server.log_text() or "vllm_exl3" not in server.log_text().rpartition("Traceback")[2]
