@@ -185,9 +185,8 @@ def test_the_kernels_on_the_host(
     arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), 312, 0
     arguments.out, arguments.out_stride, arguments.out_type = out.ctypes.data, 356, 2
     arguments.bias, arguments.bias_type = bias.data_ptr(), 2
-    inputs = prefill_int8.cut_quantize(rows, 384, 2, GPU)
-    arguments.block_rows = inputs.block_rows
-    library.quantize(ctypes.byref(arguments), *inputs.grid, inputs.threads, inputs.shared)
+    arguments.block_rows = block_rows = prefill_int8.quantize_rows(384)
+    library.quantize(ctypes.byref(arguments), -(-rows // block_rows), 2, 32)
     library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, half_bits)
     if plan.finish is not None:
         library.finish(ctypes.byref(arguments), *plan.finish)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 __all__ = ["Cut", "cut"]
 
 _UNIT_CYCLES = {64: 1250.0, 128: 1450.0, 192: 920.0, 256: 1060.0}
+_INT8_UNIT_CYCLES = {64: 1250.0, 128: 1400.0, 192: 680.0, 256: 690.0}
 _END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 5500.0, 256: 7000.0}
-_INT8_UNIT_CYCLES, _INT8_END_CYCLES = {192: 740.0, 256: 790.0}, {192: 2500.0, 256: 3000.0}
-"""Cycles of a unit, and of a tile's end: measured on an H200 (docs/kernels-prefill.md, docs/fast-mode.md)."""
+"""Cycles of a unit, and of a tile's end: measured on an H200 (docs/kernels-prefill.md)."""
 
 _LEAVE_CYCLES = {64: 1500.0, 128: 3000.0, 192: 1500.0, 256: 2000.0}
 _FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 4500.0, 2000.0, 1024
@@ -39,8 +39,7 @@ def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = Fals
     Whole tiles as long as they fill all clusters; what remains is left whole, or cut into equal parts of k, or into
     one range of units a cluster, which leaves no cluster idle but has parts of two tiles in most.
     """
-    units, ends = (_INT8_UNIT_CYCLES, _INT8_END_CYCLES) if int8 else (_UNIT_CYCLES, _END_CYCLES)
-    unit, end = units[tokens], ends[tokens]
+    unit, end = (_INT8_UNIT_CYCLES if int8 else _UNIT_CYCLES)[tokens], _END_CYCLES[tokens]
     leave = _LEAVE_CYCLES[tokens]
     waves, rest = divmod(tiles, clusters)
     full = waves * (depth * unit + end)

@@ -4,9 +4,6 @@ Two launches: one rotates the input and rounds it to int8, the other decodes, mu
 `vllm_exl3.ops.int8` is the same arithmetic in plain PyTorch; docs/fast-mode.md says what it costs.
 """
 
-import functools
-from dataclasses import dataclass
-
 import torch
 
 from vllm_exl3 import env
@@ -15,12 +12,13 @@ from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 from vllm_exl3.cuda.prefill import launch_products
+from vllm_exl3.cuda.prefill_input import held_bytes
 from vllm_exl3.cuda.prefill_plan import FINISH, INT8_TILES, PrefillArgs, PrefillPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["LEAST_ROWS", "QUANTIZE", "cut_quantize", "instances", "prefill_int8", "refusal", "serves", "window_rows"]
+__all__ = ["LEAST_ROWS", "QUANTIZE", "instances", "prefill_int8", "quantize_rows", "refusal", "serves", "window_rows"]
 
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them, for every tile."""
@@ -28,12 +26,10 @@ QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 LEAST_ROWS = 128
 """Tokens from which on the kernel serves; fewer leave the tensor cores waiting for weights to be decoded."""
 
-_MOST_THREADS, _MOST_ROWS, _PART = 1024, 4, 32
-"""Of a block of prefill_quantize.cu: threads and rows at most, and the channels of a row that a thread has."""
-_THREADS, _REGISTERS, _WARP = 256, 64, 32
-"""Threads of such a block where rows are short enough to choose, and registers of a thread."""
-_MULTIPROCESSOR_REGISTERS, _BLOCK_RESERVE = 65536, 1024
-_MOST_IN = _MOST_THREADS * _PART
+_MOST_THREADS, _MOST_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a unit of a row
+_THREADS = 256
+"""Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
+_MOST_IN, _WARP = _MOST_THREADS * UNIT_IN, 32
 _WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
 """Activations of one launch stay near the first; more rows are served in windows of a multiple of the second."""
 
@@ -85,44 +81,12 @@ def window_rows(shards: tuple[Shard, ...]) -> int:
     return max(_WINDOW_STEP, rows // _WINDOW_STEP * _WINDOW_STEP)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizeCut:
-    """The launch of ``exl3_prefill_quantize``.
-
-    Attributes:
-        block_rows: rows that a block has at once.
-        grid: thread blocks, which take groups of rows in turn, and shards.
-        threads: threads a block.
-        shared: dynamic shared memory in bytes: two groups of rows.
-    """
-
-    block_rows: int
-    grid: tuple[int, int]
-    threads: int
-    shared: int
-
-
-def _held_pitch(in_features: int) -> int:
-    """Bytes from row to row in shared memory, as in prefill_quantize.cu."""
-    return in_features // UNIT_IN * (2 * UNIT_IN + 16) // 128 * 128 + 128 + 32
-
-
-@functools.lru_cache(maxsize=4096)
-def cut_quantize(rows: int, in_features: int, shards: int, limits: GpuLimits) -> QuantizeCut:
-    """Divide ``rows`` rows of ``in_features`` channels, for each of ``shards``.
-
-    More rows a block make longer runs of stores, 16 bytes a row.
-    """
-    block_rows = _MOST_ROWS
-    while block_rows > 1 and block_rows * in_features // _PART > _THREADS:
-        block_rows //= 2
-    threads = round_up(block_rows * in_features // _PART, _WARP)
-    shared = 2 * block_rows * _held_pitch(in_features)
-    at_once = min(
-        _MULTIPROCESSOR_REGISTERS // (_REGISTERS * threads), limits.shared_memory // (shared + _BLOCK_RESERVE)
-    )
-    blocks = max(1, limits.multiprocessors * max(1, at_once) // shards)
-    return QuantizeCut(block_rows, (min(blocks, -(-rows // block_rows)), shards), threads, shared)
+def quantize_rows(in_features: int) -> int:
+    """Rows of a block of the kernel that rounds inputs: more make longer runs of stores, 16 bytes a row."""
+    rows = _MOST_ROWS
+    while rows > 1 and rows * in_features // UNIT_IN > _THREADS:
+        rows //= 2
+    return rows
 
 
 def prefill_int8(
@@ -178,9 +142,16 @@ def _launch(
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    inputs = cut_quantize(x.shape[0], shards[0].in_features, len(shards), device.limits)
-    arguments.block_rows = inputs.block_rows
+    arguments.block_rows = block_rows = quantize_rows(shards[0].in_features)
+    threads = round_up(block_rows * shards[0].in_features // UNIT_IN, _WARP)
     quantize = device.kernel(QUANTIZE)
-    quantize.allow_shared(2 * _held_pitch(_MOST_IN))
-    quantize.launch(inputs.grid, inputs.threads, inputs.shared, stream, [arguments], device.limits.dependent_launch)
+    quantize.allow_shared(held_bytes(_MOST_ROWS, _MOST_IN // _MOST_ROWS))
+    quantize.launch(
+        (-(-x.shape[0] // block_rows), len(shards)),
+        threads,
+        held_bytes(block_rows, shards[0].in_features),
+        stream,
+        [arguments],
+        device.limits.dependent_launch,
+    )
     launch_products(device, plan, arguments, stream)

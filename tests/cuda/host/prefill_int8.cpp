@@ -35,8 +35,8 @@ inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (addres
 #include "prefill_finish.cu"
 #include "prefill_quantize.cu"
 
-extern "C" void quantize(const PrefillArgs* args, u32 blocks, u32 shards, u32 threads, u32 shared) {
-    launch(blocks, shards, threads, shared, [=] { exl3_prefill_quantize(*args); });
+extern "C" void quantize(const PrefillArgs* args, u32 blocks, u32 shards, u32 threads) {
+    launch(blocks, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });
 }
 
 // Layers whose shards have K = 4 and, second, 2.5 or 3.

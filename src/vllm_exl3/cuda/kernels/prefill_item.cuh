@@ -1,21 +1,13 @@
-// The input side of prefill: rows on their way to shared memory, and their largest magnitudes.
+// The input side of prefill, a lane's part: 64 consecutive channels of one row, a unit, which is what lies together in the
+// result. Its neighbour has the other half of their 128-block: one step of the transform crosses lanes.
 #pragma once
-#include "prefill_problem.cuh"
-
-__device__ __forceinline__ bool loads_vectors(const PrefillArgs& args) {
-    return args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
-}
-// Eight stored channels of 16 bits.
-__device__ __forceinline__ void unpack(float (&v)[8], const uint4& raw, u32 type) {
-    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        v[2 * i] = type == F16 ? half_to_float(u16(words[i])) : __uint_as_float(words[i] << 16);
-        v[2 * i + 1] = type == F16 ? half_to_float(u16(words[i] >> 16)) : __uint_as_float(words[i] & 0xffff0000u);
-    }
-}
+#include "prefill_pieces.cuh"
 
 constexpr u32 UNIT_PITCH = 2 * UNIT_IN + 16;  // bytes of a row's unit in shared memory, padded against bank conflicts
+
+__device__ __forceinline__ u32 row_pitch(const PrefillArgs& args) {
+    return args.in_features / UNIT_IN * UNIT_PITCH / 128 * 128 + 128 + (args.block_rows == 2 ? 64 : 32);
+}
 
 // The largest magnitude; a NaN is above all, so that its row comes out as NaN and not as something plausible.
 __device__ __forceinline__ float larger(float most, float value) {
@@ -23,6 +15,60 @@ __device__ __forceinline__ float larger(float most, float value) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(most), "f"(fabsf(value)));
     return result;
 }
+
+// What a thread rotates: unit `unit` of the row `row`, which is the block's row `in_block`.
+struct Item {
+    u32 row, in_block, unit;
+    bool exists;
+
+    __device__ __forceinline__ Item(const PrefillArgs& args, u32 index) {
+        const u32 pair = index >> 1;
+        in_block = pair % args.block_rows, row = blockIdx.x * args.block_rows + in_block;
+        unit = 2 * (pair / args.block_rows) + (index & 1);
+        exists = row < args.rows && unit < args.in_features / UNIT_IN;
+    }
+    // x·suh. `held`: the block's rows are in shared memory.
+    __device__ __forceinline__ void load(float (&v)[UNIT_IN], const PrefillArgs& args, const u8* rows, const u16* suh, bool held) const {
+        if (!exists) {
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN); ++i) v[i] = 0.0f;
+            return;
+        }
+        const uint4* scales = reinterpret_cast<const uint4*>(suh + unit * UNIT_IN);
+        if (held) {
+            const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * row_pitch(args) + unit * UNIT_PITCH);
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN) / 8; ++i) unpack(reinterpret_cast<float(&)[8]>(v[8 * i]), raw[i], args.x_type);
+        } else {
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN); ++i) {
+                const u32 column = unit * UNIT_IN + i;
+                v[i] = column < args.in_width ? load_element(args.x, row * args.x_stride + column, args.x_type) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < int(UNIT_IN) / 8; ++i) {
+            float factors[8];
+            unpack(factors, scales[i], F16);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[8 * i + j] *= factors[j];
+        }
+    }
+    // H over the 128-block; unscaled.
+    __device__ __forceinline__ void rotate(float (&v)[UNIT_IN]) const {
+#pragma unroll
+        for (int step = 1; step < int(UNIT_IN); step *= 2)
+#pragma unroll
+            for (int i = 0; i < int(UNIT_IN); ++i)
+                if (!(i & step)) {
+                    const float a = v[i], b = v[i + step];
+                    v[i] = a + b, v[i + step] = a - b;
+                }
+        const float sign = unit & 1 ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < int(UNIT_IN); ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], 1));
+    }
+};
 
 // Starts to bring a shard's suh to shared memory.
 __device__ __forceinline__ void hold_suh(const PrefillArgs& args, u32 shard, u8* suh) {
@@ -45,3 +91,4 @@ __device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows, u32
         }
     }
 }
+__device__ __forceinline__ void hold_rows(const PrefillArgs& args, u8* rows) { hold_rows(args, rows, row_pitch(args)); }
