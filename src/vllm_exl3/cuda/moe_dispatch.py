@@ -13,8 +13,8 @@ from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 
 __all__ = ["Choice", "choose", "every_form"]
 
-_MUL1_ROWS, _PAIR_ROWS = 4.0, 8.0
-"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 3 and 5
+_MUL1_ROWS, _PAIR_ROWS = 3.5, 8.0
+"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 3 and 4.3
 (benchmarks/results/h200/moe.json); mcg and 3INST: what one decoding serves."""
 
 _WIDE_ROWS = {32: 24.0, 64: 52.0}
@@ -93,6 +93,6 @@ def _fat_rows(form: MoeForm) -> int:
 def every_form(layer: Layer, limits: GpuLimits) -> list[MoeForm]:
     """The forms that some number of tokens chooses for a layer, whatever the variables say."""
     forms = [decode_form(layer), decode_form(layer, one_class=True)]
-    for rows in (1, *(most for most in _WIDE_ROWS.values()), 1 << 20):
-        forms.append(prefill_form(layer, int(rows * layer.total_experts), limits))
+    grouped = (*_WIDE_ROWS, 256) if limits.warpgroups else (8, 16)
+    forms += [MoeForm(False, rows) for rows in grouped]
     return list(dict.fromkeys(forms))

@@ -13,9 +13,8 @@ __all__ = ["Gemm", "exact", "forms", "gemm_instance", "narrow_blocks", "plan_gem
 Codes = Sequence[tuple[int, int]]
 """(2·K, codebook) of what occurs in a layer."""
 
-_WIDE_BLOCKS, _SLOT_UNITS = {32: 4, 64: 3, 256: 1}, {32: 2, 64: 2, 256: 1}
-"""Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks, and units of a slot of the
-ring: what registers suffice for."""
+_WIDE_BLOCKS = {32: 4, 64: 3, 256: 1}
+"""Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks: what registers suffice for."""
 
 _MANY_KINDS, _SOME_KINDS = 7, 3
 """Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for two."""
@@ -139,7 +138,8 @@ def _ring(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
     activations = form.tile_rows * UNIT_IN * 2
     held = _wide_blocks(codes, form)
     room = (_SHARED_MEMORY + _BLOCK_RESERVE) // held - _BLOCK_RESERVE - _BARRIER_BYTES
-    units = _SLOT_UNITS[form.tile_rows] if room // (2 * (4 * pitch + activations)) >= 3 else 1
+    spare = form.tile_rows == 32 or held == 2  # registers
+    units = 2 if spare and room // (2 * (4 * pitch + activations)) >= 3 else 1
     stride = units * (4 * pitch + activations)
     slots = min(_SLOTS, room // stride)
     return units, {

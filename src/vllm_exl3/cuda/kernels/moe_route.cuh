@@ -6,9 +6,10 @@
 
 // Rows of an expert's row blocks: as few blocks as its tile allows, as equal as the padding allows.
 __device__ __forceinline__ u32 tile_rows(const MoeArgs& args, u32 size) {
-    const u32 most = size > args.fat_rows ? args.tile_rows : args.thin_rows, count = max((size + most - 1) / most, 1u);
-    const u32 even = (size + count - 1) / count;
-    return max((even + args.row_padding - 1) / args.row_padding * args.row_padding, 1u);
+    const u32 most = size > args.fat_rows ? args.tile_rows : args.thin_rows;
+    if (size <= most) return most;  // divisions cost: a single warp adds all experts up
+    const u32 count = (size + most - 1) / most, even = (size + count - 1) / count;
+    return (even + args.row_padding - 1) / args.row_padding * args.row_padding;
 }
 
 // Calls `each(slot, expert)` for every slot of the warp's range, 32 at a time; slots beyond it have expert -1. Ids are read
