@@ -44,13 +44,14 @@ __device__ __forceinline__ void multiply_strip(NarrowBlock<J, RING, CLUSTER, Lis
     const bool columns = strip.channel + block.warp * J * 16 < shard.out_features;
     Totals<K> totals[J] = {};
     for (u32 item = begin; item < end;) {
-        Step<K> a;  // decoded while activations are on their way
-        if (columns) wait_for_fetch<RING - 1>(), decode_step<K>(a, block.slot + step_at<K, J>(0, block.lane), block.lane);
+        Step<K> a;  // decoded while activations are on their way, where registers are known to suffice
+        if (WARPGROUPS && columns) wait_for_fetch<RING - 1>(), decode_step<K>(a, block.slot + step_at<K, J>(0, block.lane), block.lane);
         block.template keep<K>(item, shard);
         const u32 stop = min(end, block.kept_end);
         if (columns) {
             u32 record = block.record_of(item);
-            multiply_item<K, J, true>(totals, a, block.slot, record, places, block.lane);
+            if (!WARPGROUPS) wait_for_fetch<RING - 1>();
+            multiply_item<K, J, WARPGROUPS>(totals, a, block.slot, record, places, block.lane);
             block.next_slot();
             for (u32 left = stop - item - 1; left; --left) {
                 wait_for_fetch<RING - 1>();
