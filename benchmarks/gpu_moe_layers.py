@@ -6,7 +6,7 @@ token, and a dense matrix of routing weights picks what counts.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,3 @@ def every_kind() -> tuple[Kind, ...]:
     """Every rate with every codebook that has it."""
     whole = [(float(bits), codebook) for bits in range(1, 9) for codebook in (MUL1, MCG, INST3)]
     return (*whole, (1.5, MUL1), (2.5, MUL1), (3.5, MUL1))
-
-
-Op = Callable[..., torch.Tensor]

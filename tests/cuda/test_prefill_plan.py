@@ -19,7 +19,6 @@ from vllm_exl3.pack.stored import Codebook
 
 H200 = GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14)))
 SMALL = GpuLimits("sm_90a", 16, 232448, ((2, 8),))
-A100, RTX3090 = GpuLimits("sm_80", 108, 166912), GpuLimits("sm_86", 82, 101376)
 _SIZES = {"u32": 4, "i64": 8}
 
 

@@ -38,26 +38,3 @@ __device__ __forceinline__ void hadamard128_part(float (&v)[VALUES], int lane) {
     }
     if constexpr (VALUES == 16) in_lane(8);
 }
-
-// The same where a lane has channels 4·(lane & 7) + 32·j + 0..3 of a row, j = 0..3, and bit 3 of the channel is done: wgmma's
-// accumulators hold both its values in one thread.
-__device__ __forceinline__ void hadamard128_rest(float (&v)[4][4], int lane) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const float a = v[j][0] + v[j][1], b = v[j][0] - v[j][1], c = v[j][2] + v[j][3], d = v[j][2] - v[j][3];
-        v[j][0] = a + c, v[j][1] = b + d, v[j][2] = a - c, v[j][3] = b - d;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float a = v[0][i] + v[1][i], b = v[0][i] - v[1][i], c = v[2][i] + v[3][i], d = v[2][i] - v[3][i];
-        v[0][i] = a + c, v[1][i] = b + d, v[2][i] = a - c, v[3][i] = b - d;
-    }
-#pragma unroll
-    for (int step = 1; step <= 4; step *= 4) {  // channel bits 2 and 4
-        const float sign = lane & step ? -1.0f : 1.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[j][i] = fmaf(sign, v[j][i], __shfl_xor_sync(0xffffffffu, v[j][i], step));
-    }
-}

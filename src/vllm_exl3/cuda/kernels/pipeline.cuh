@@ -2,7 +2,6 @@
 #pragma once
 #include "problem.cuh"
 
-constexpr int HALVES = 2;
 constexpr int HALF_TILES = 4;
 constexpr int ROW_PAD = 32;  // bytes after each k-tile's row: makes the lanes' reads free of bank conflicts
 

@@ -1,9 +1,22 @@
 // The input side of prefill, a lane's part: 64 consecutive channels of one row, a unit, which is what lies together in the
 // result. Its neighbour has the other half of their 128-block: one step of the transform crosses lanes.
 #pragma once
-#include "prefill_pieces.cuh"
+#include "prefill_problem.cuh"
 
 constexpr u32 UNIT_PITCH = 2 * UNIT_IN + 16;  // bytes of a row's unit in shared memory, padded against bank conflicts
+
+__device__ __forceinline__ bool loads_vectors(const PrefillArgs& args) {
+    return args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
+}
+// Eight stored channels of 16 bits.
+__device__ __forceinline__ void unpack(float (&v)[8], const uint4& raw, u32 type) {
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[2 * i] = type == F16 ? half_to_float(u16(words[i])) : __uint_as_float(words[i] << 16);
+        v[2 * i + 1] = type == F16 ? half_to_float(u16(words[i] >> 16)) : __uint_as_float(words[i] & 0xffff0000u);
+    }
+}
 
 __device__ __forceinline__ u32 row_pitch(const PrefillArgs& args) {
     return args.in_features / UNIT_IN * UNIT_PITCH / 128 * 128 + 128 + (args.block_rows == 2 ? 64 : 32);
