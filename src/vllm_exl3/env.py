@@ -147,7 +147,7 @@ PRECISION = Variable(
     "default",
     _choice("default", "fast"),
     "How exactly the native kernels for linears multiply on a GPU: default keeps at least 15 bits of an activation; "
-    "fast takes int8 for mul1 weights where there is a kernel for it, which is faster and errs by 1.2 % a layer "
+    "fast takes int8 for mul1 weights where there is a kernel for it, which is faster and errs by up to 1.2 % a layer "
     "(docs/fast-mode.md).",
 )
 
