@@ -37,7 +37,7 @@ def copies(shard: Shard, rows: int) -> list[Tensors]:
 
 
 def assert_same(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Equal bits where both GPUs lay out their multiprocessors alike, which decides how prefill cuts k."""
+    """Equal bits where both GPUs lay out their multiprocessors alike, which decides how linears cut k."""
     alike = runtime.device(0).limits == runtime.device(1).limits
     tolerance = {"rtol": 0, "atol": 0} if alike else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(second.cpu(), first.cpu(), **tolerance)
