@@ -133,7 +133,7 @@ def _kernels(index: int) -> str:
 
     device = torch.device("cuda", index)
     layers = _layers()
-    with torch.cuda.device(device):  # kernels are launched in the current device's context
+    with torch.cuda.device(device):
         linear.prepare([(tuple(pack_shards([shard])), 256) for shard in layers], device)
         return f"{runtime.device(index).limits.architecture}, {_compared(linear.linear, layers, device)}"
 
@@ -165,7 +165,7 @@ def _attention(device: str) -> str:
 def _on_gpu(index: int, check: Callable[[str], str]) -> str:
     import torch
 
-    with torch.cuda.device(index):  # kernels are launched in the current device's context
+    with torch.cuda.device(index):
         return check(f"cuda:{index}")
 
 

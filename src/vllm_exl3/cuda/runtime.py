@@ -120,7 +120,10 @@ class Device:
         kernel = self._kernels.get(instance)
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{instance.label} was not prepared before a CUDA graph capture")
+                raise RuntimeError(
+                    f"{instance.label} was not prepared before a CUDA graph capture, during which nothing can be "
+                    "compiled: please report the layer's shape, and serve with --enforce-eager until then"
+                )
             self.prepare([instance])
             kernel = self._kernels[instance]
         return kernel
@@ -136,7 +139,10 @@ class Device:
             address, size = (0, 0) if captured else self._stream_counters.get(stream, (0, 0))
             if count > size:
                 if self._counters_used + count > _COUNTERS:
-                    raise RuntimeError(f"{self.name}: more than {_COUNTERS} arrival counters are in use")
+                    raise RuntimeError(
+                        f"{self.name}: more than {_COUNTERS} arrival counters are in use, since every captured CUDA "
+                        "graph keeps its own: capture fewer batch sizes (--cudagraph-capture-sizes), or restart"
+                    )
                 address, size = self._counters + 4 * self._counters_used, count
                 self._counters_used += count
                 if not captured:
