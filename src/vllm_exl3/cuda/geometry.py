@@ -29,6 +29,7 @@ __all__ = [
     "ShardOffsets",
     "TransformLaunch",
     "check_shards",
+    "fields",
     "round_up",
 ]
 
@@ -127,7 +128,8 @@ def _capability(architecture: str) -> int:
     return int("".join(filter(str.isdigit, architecture)))
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Entries of ``_fields_`` of one ctypes type, for a structure that mirrors a kernel's."""
     return [(name, kind) for name in names]
 
 
@@ -136,9 +138,9 @@ class ShardArgs(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = (
-        *_fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *_fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *_fields(ctypes.c_uint32, "half_bits", "first_unit", "first_strip", "activation_block"),
+        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
+        *fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
+        *fields(ctypes.c_uint32, "half_bits", "first_unit", "first_strip", "activation_block"),
     )
 
 
@@ -148,11 +150,11 @@ class LinearArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("shards", ShardArgs * MAX_SHARDS),
-        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
-        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *_fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
-        *_fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "parts", "range_units", "longer_ranges"),
-        *_fields(
+        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
+        *fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
+        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "parts", "range_units", "longer_ranges"),
+        *fields(
             ctypes.c_uint32,
             "total_strips",
             "strip_tiles",

@@ -5,8 +5,8 @@ Without torch or a GPU; `MoeStage` and `MoeArgs` mirror ``kernels/moe_problem.cu
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
+from vllm_exl3.cuda.geometry import fields
 from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["ACTIVATION_KINDS", "NARROW", "Layer", "MoeArgs", "MoeForm", "MoeStage"]
@@ -28,17 +28,13 @@ NARROW = 16
 """Rows of a row block that the kernel of mma.sync takes at most."""
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
-
 class MoeStage(ctypes.Structure):
     """``MoeStage`` of moe_problem.cuh."""
 
     __slots__ = ()
     _fields_ = (
-        *_fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out"),
-        *_fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
+        *fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out"),
+        *fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
     )
 
 
@@ -48,16 +44,16 @@ class MoeArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("stages", MoeStage * 2),
-        *_fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
-        *_fields(ctypes.c_uint64, "chunks", "list_sizes", "totals", "row_largest"),
-        *_fields(ctypes.c_uint64, "scale_largest", "starts"),
-        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *_fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
-        *_fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
-        *_fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "keep_hidden", "ring_stages"),
-        *_fields(ctypes.c_uint32, "ring_stride", "weight_pitch", "activation_stride", "weight_on_input"),
-        *_fields(ctypes.c_uint32, "activation"),
-        *_fields(ctypes.c_float, "alpha", "beta", "limit"),
+        *fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
+        *fields(ctypes.c_uint64, "chunks", "list_sizes", "totals", "row_largest"),
+        *fields(ctypes.c_uint64, "scale_largest", "starts"),
+        *fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
+        *fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
+        *fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "keep_hidden", "ring_stages"),
+        *fields(ctypes.c_uint32, "ring_stride", "weight_pitch", "activation_stride", "weight_on_input"),
+        *fields(ctypes.c_uint32, "activation"),
+        *fields(ctypes.c_float, "alpha", "beta", "limit"),
     )
 
 

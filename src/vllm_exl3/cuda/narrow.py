@@ -8,7 +8,6 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import (
@@ -19,6 +18,7 @@ from vllm_exl3.cuda.geometry import (
     ShardOffsets,
     TransformLaunch,
     check_shards,
+    fields,
     round_up,
 )
 from vllm_exl3.cuda.narrow_cut import COLUMN_CHANNELS, Cut, choose_cut, clustered
@@ -34,19 +34,15 @@ _ROTATIONS = 16
 """Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it."""
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
-
 class NarrowShard(ctypes.Structure):
     """``NarrowShard`` of narrow_problem.cuh."""
 
     __slots__ = ()
     _fields_ = (
-        *_fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *_fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *_fields(ctypes.c_uint32, "half_bits", "codebook", "arithmetic", "first_item", "first_strip"),
-        *_fields(ctypes.c_uint32, "first_record"),
+        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
+        *fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
+        *fields(ctypes.c_uint32, "half_bits", "codebook", "arithmetic", "first_item", "first_strip"),
+        *fields(ctypes.c_uint32, "first_record"),
     )
 
 
@@ -56,12 +52,12 @@ class NarrowArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("shards", NarrowShard * MAX_SHARDS),
-        *_fields(ctypes.c_uint64, "x", "out", "bias", "partials", "records", "counters"),
-        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *_fields(ctypes.c_uint32, "shard_count", "rows", "in_width", "x_type", "out_type", "bias_type"),
-        *_fields(ctypes.c_uint32, "parts", "depth", "range_items", "longer_ranges", "total_strips", "kept_items"),
-        *_fields(ctypes.c_uint32, "kept_halves"),
-        *_fields(ctypes.c_uint32, "total_records", "record_bytes"),
+        *fields(ctypes.c_uint64, "x", "out", "bias", "partials", "records", "counters"),
+        *fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *fields(ctypes.c_uint32, "shard_count", "rows", "in_width", "x_type", "out_type", "bias_type"),
+        *fields(ctypes.c_uint32, "parts", "depth", "range_items", "longer_ranges", "total_strips", "kept_items"),
+        *fields(ctypes.c_uint32, "kept_halves"),
+        *fields(ctypes.c_uint32, "total_records", "record_bytes"),
     )
 
 

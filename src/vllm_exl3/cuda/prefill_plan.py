@@ -8,10 +8,9 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, round_up
+from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, fields, round_up
 from vllm_exl3.cuda.prefill_cut import Cut, cut
 from vllm_exl3.cuda.prefill_input import InputCut, cut_rows
 from vllm_exl3.ops.shards import Shard
@@ -55,18 +54,14 @@ _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names]
-
-
 class PrefillShard(ctypes.Structure):
     """``PrefillShard`` of prefill_problem.cuh."""
 
     __slots__ = ()
     _fields_ = (
-        *_fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *_fields(ctypes.c_uint32, "out_features", "crop_start", "crop_size", "out_column", "kind", "half_bits"),
-        *_fields(ctypes.c_uint32, "first_strip", "padding"),
+        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
+        *fields(ctypes.c_uint32, "out_features", "crop_start", "crop_size", "out_column", "kind", "half_bits"),
+        *fields(ctypes.c_uint32, "first_strip", "padding"),
     )
 
 
@@ -76,12 +71,12 @@ class PrefillArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("shards", PrefillShard * MAX_SHARDS),
-        *_fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "partials"),
-        *_fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *_fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
-        *_fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
-        *_fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *_fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds"),
+        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "partials"),
+        *fields(ctypes.c_int64, "x_stride", "out_stride"),
+        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
+        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
+        *fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
+        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds"),
     )
 
 
