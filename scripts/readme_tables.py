@@ -221,12 +221,14 @@ def linear_tables() -> str:
 
 def marlin_lines() -> list[str]:
     """vLLM's own int4 linear beside ours, in one process."""
-    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in load("h200/marlin.json")["rows"]}
+    results = load("h200/marlin.json")
+    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in results["rows"]}
     tokens = sorted({cell[3] for cell in times})
     lines = [
         _wrapped(
             "vLLM's own int4 linear (Marlin, 16-bit activations, groups of 128), µs, and times as fast as it that mul1 "
-            "at K = 4 is, in one process (`benchmarks/results/h200/marlin.json`):"
+            f"at K = 4 is, in one process with the kernels of {results['meta']['date']} "
+            "(`benchmarks/results/h200/marlin.json`):"
         ),
         "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
         "|---|" + "---|" * len(tokens),
