@@ -103,3 +103,5 @@ def test_fast_arithmetic_is_named_where_nothing_serves_it(monkeypatch: pytest.Mo
     assert report.as_dict()["precision"] == [] and "precision" not in report.text()
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
     assert "  precision  fast was asked for; native on cpu, which serves linears, has no such mode" in report.text()
+    monkeypatch.setattr(report, "experts", {"model.layers.0.mlp.experts": SimpleNamespace()})
+    assert report._precision()[1:] == ["fast was asked for; routed experts have no such mode"]

@@ -212,14 +212,18 @@ class Report:
 
     def _precision(self) -> list[str]:
         """What fast arithmetic serves, where it was asked for."""
-        if self.device is None or not self.layers or env.PRECISION.get() == "default":
+        if self.device is None or env.PRECISION.get() == "default":
             return []
+        experts = ["fast was asked for; routed experts have no such mode"] if self.experts else []
+        if not self.layers:
+            return experts
         backend = backends.select("linear", self.device, linear_reference).backend
         if self.device != "cuda" or backend.name != "native":
-            return [f"fast was asked for; {backend.name} on {self.device}, which serves linears, has no such mode"]
+            refusal = f"fast was asked for; {backend.name} on {self.device}, which serves linears, has no such mode"
+            return [refusal, *experts]
         from vllm_exl3.cuda.precision import summary
 
-        return summary([layout.shards for _, layout in self.layers.values()])
+        return [*summary([layout.shards for _, layout in self.layers.values()]), *experts]
 
 
 def reports() -> list[Report]:
