@@ -72,7 +72,8 @@ def random_case(seed: int, longest: int, most_query: int = 8, wide: bool = True)
 def build(case: Case, device: torch.device | str, dtype: torch.dtype) -> tuple[Problem, torch.Tensor]:
     """The problem, its output full of NaN, and the float64 result.
 
-    Slots that no request uses hold random bits, as reused pages do: NaN and infinite scales among them.
+    Slots that no request uses hold random bits, as reused pages do: NaN and infinite scales among them. Pages that lie
+    before every query token's window are one page of zeros, as vLLM has it.
     """
     generator = torch.Generator().manual_seed(case.seed)
     requests, size = len(case.lengths), case.head_size
@@ -111,7 +112,15 @@ def build(case: Case, device: torch.device | str, dtype: torch.dtype) -> tuple[P
         problem.query, problem.cache, problem.table, list(case.lengths), starts, scale, case.window or None,
         case.soft_cap, problem.sinks,
     )  # fmt: skip
+    if case.window:
+        _free_unseen_pages(case, problem, order.pop())
     return problem, expected[: starts[-1]].cpu()
+
+
+def _free_unseen_pages(case: Case, problem: Problem, null_page: int) -> None:
+    problem.cache[null_page] = 0
+    for row, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
+        problem.table[row, : max(0, length - count - case.window + 1) // case.page] = null_page
 
 
 def _empty_cache(case: Case, pages: int, generator: torch.Generator) -> torch.Tensor:

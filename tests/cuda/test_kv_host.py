@@ -24,7 +24,7 @@ STAGES = (3, 2, 3, 3, 2, 3, 2)
 
 CASES = [
     (0, 8, 16, PLAIN),
-    (1, 24, 8, dataclasses.replace(PLAIN, lengths=(200, 64, 0), counts=(3, 2, 0), window=70,
+    (1, 24, 8, dataclasses.replace(PLAIN, lengths=(200, 64, 0), counts=(3, 2, 0), window=90,
                                heads_inside=True, kv_heads=2, heads=12)),
     (2, 16, 16, dataclasses.replace(PLAIN, lengths=(150,), counts=(2,), head_size=128, page=48, soft_cap=2.0,
                                 sinks=True)),

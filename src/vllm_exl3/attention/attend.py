@@ -249,8 +249,12 @@ def attend_kernel(  # noqa: PLR0912, PLR0915  one kernel
         if WINDOW > 0:
             seen = seen & (key[:, None] > (position - WINDOW)[None, :])
         s = tl.where(seen, s, float("-inf"))
-        # A slot past the end may hold any bits: its scale must not make 0·NaN of its zero weight.
-        value_factor = tl.where(key < length, (value_scale & -16).to(tl.float32, bitcast=True), 1.0)
+        # A slot past the end may hold any bits, and vLLM points pages before the window at one of zeros: such a scale
+        # must not make 0·NaN or 0·∞ of its zero weight.
+        written = key < length
+        if WINDOW > 0:
+            written = written & (key > first - WINDOW)
+        value_factor = tl.where(written, (value_scale & -16).to(tl.float32, bitcast=True), 1.0)
         s += log2_of_positive(value_factor, ASM)[:, None]
         new_top = tl.maximum(top, tl.max(s, 0) - 14.0)
         decay = tl.exp2(top - new_top)

@@ -86,6 +86,7 @@ struct KvScores : KvPlace {
         // Uniform: does any row not see the whole tile?
         const bool masked = tile * KV_TILE + KV_TILE - 1 > first ||
             (args.window && tile * KV_TILE <= first + int(args.block_query) - 1 - int(args.window));
+        const int window_end = args.window ? first - int(args.window) : -1;  // the last token before every row's window
         const u32 shifts = base + S::SHIFTS_AT + (step & 1) * 2 * S::SHIFT_BYTES + (warp * KV_GROUP + g) * 2;
         float log_scale[2], inverse[2], key_factor[2], key_zero[2];
 #pragma unroll
@@ -96,8 +97,10 @@ struct KvScores : KvPlace {
                 store_half(shifts + 16 * i, zero_shift<0>(value & 15));
                 store_half(shifts + 16 * i + S::SHIFT_BYTES, zero_shift<1>(value & 15));
             }
-            // A slot past the end may hold any bits: its scale must not make 0·NaN of its zero weight.
-            const float factor = masked && token + 8 * i >= work.length ? 1.0f : __uint_as_float(value & ~15u);
+            // A slot past the end may hold any bits, and vLLM points pages before the window at one of zeros: such a scale
+            // must not make 0·NaN or 0·∞ of its zero weight.
+            const bool unseen = masked && (token + 8 * i >= work.length || token + 8 * i <= window_end);
+            const float factor = unseen ? 1.0f : __uint_as_float(value & ~15u);
             log_scale[i] = binary_logarithm(factor), inverse[i] = reciprocal(factor);
         }
         const bool capped = args.soft_cap > 0.0f;
