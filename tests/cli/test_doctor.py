@@ -23,8 +23,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_a_cpu_that_serves_is_no_failure() -> None:
-    found = run("doctor")
+    found = run("doctor", VLLM_EXL3_PRECISION="fast")
     assert found.returncode == 0, found.stdout
+    assert "environment variables: VLLM_EXL3_PRECISION=fast\n" in found.stdout
     assert "27 kinds" in found.stdout and "FAIL" not in found.stdout
     assert "a tested release; all" in found.stdout
     assert "experts against the reference: 3 codebooks" in found.stdout
@@ -53,4 +54,18 @@ def test_a_mistyped_variable_fails_without_a_traceback(variable: str, value: str
 def test_an_architecture_that_does_not_exist_is_a_usage_error() -> None:
     found = run("precompile", "--arch", "sm_999")
     assert found.returncode == 2 and "sm_90a" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("linear", "--codebook", "qtip"), "--codebook"),
+        (("kv", "--contexts", "many"), "--contexts"),
+        (("kv", "--decode", "64,4"), "--decode"),
+    ],
+)
+def test_a_bench_names_the_option_that_is_wrong(arguments: tuple[str, ...], option: str) -> None:
+    found = run("bench", *arguments)
+    assert found.returncode == 2 and f"Invalid value for {option}: {arguments[-1]}" in found.stderr
     assert "Traceback" not in found.stderr

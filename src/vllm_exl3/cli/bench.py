@@ -34,7 +34,8 @@ def linear(
 
     code = next((book for book in Codebook if book.label == codebook), None)
     if code is None:
-        raise typer.BadParameter(f"codebook: {codebook} is none of {', '.join(book.label for book in Codebook)}")
+        labels = ", ".join(book.label for book in Codebook)
+        raise typer.BadParameter(f"{codebook}: expected one of {labels}", param_hint="--codebook")
     rates, counts = bits or [4.0], rows or [1, 4, 16, 64]
     if wrong := [rate for rate in rates if 2 * rate not in HALF_BITS or (rate % 1 and code != Codebook.MUL1)]:
         raise typer.BadParameter(f"{wrong[0]:g}: {codebook} has no such K", param_hint="--bits")

@@ -34,9 +34,12 @@ def kv(
 
     try:
         lengths = [int(text) for text in contexts.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{contexts}: expected numbers with commas between", param_hint="--contexts") from None
+    try:
         cuts = [(text, parse_decode_shape(text)) for text in decode.split(":")]
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{decode}: {error}", param_hint="--decode") from None
     if min(lengths) < 1 + mtp:
         raise typer.BadParameter(f"{min(lengths)} tokens, fewer than are decoded", param_hint="--contexts")
     if q_heads % kv_heads or head_size % 8:

