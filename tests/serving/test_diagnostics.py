@@ -192,6 +192,7 @@ def test_bytes_of_a_model_that_is_gone_are_taken_back(monkeypatch: pytest.Monkey
         ("vllm-exl3-{here}-0123abcd", 100, True),
         ("vllm-exl3-{gone}-0123abcd-mine", 100, True),
         ("vllm-exl3-notes", 100, True),
+        ("vllm-exl3-99999999999999999999-0123abcd", 100, True),
     ],
 )
 def test_what_a_killed_server_left_is_removed_at_the_next_start(

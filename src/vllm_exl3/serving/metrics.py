@@ -49,8 +49,9 @@ _EVERY = 2.0
 _STALE = 60.0
 """Seconds after which a file that nobody wrote is of a process that ended, perhaps of an earlier server."""
 
-_FOLDER = re.compile(r"vllm-exl3-(\d+)-[0-9a-f]{8}")
-"""What a server calls its folder of counters: its process, and what tells it from earlier ones of that number."""
+_FOLDER = re.compile(r"vllm-exl3-(\d{1,9})-[0-9a-f]{8}")
+"""What a server calls its folder of counters: its process (larger numbers are none, and the system call takes only 32
+bits), and what tells it from earlier ones of that number."""
 
 _started = False
 
