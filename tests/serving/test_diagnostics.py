@@ -83,6 +83,7 @@ def test_counters_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pyt
         '{"calls": [["linear", "native", "X", "5"]], "bytes": {}, "kv_cache_dtypes": []}',
         '{"calls": [], "bytes": {"trellis": "much"}, "kv_cache_dtypes": []}',
         '{"calls": [], "bytes": {}, "kv_cache_dtypes": [3]}',
+        pytest.param("[" * 100_000, id="nested too deep"),
     ],
 )
 def test_a_file_of_other_contents_does_not_cost_the_metrics(

@@ -155,7 +155,8 @@ def _all_snapshots() -> list[dict[str, Any]]:
     found = [snapshot()]
     folder = env.METRICS_FOLDER.get()
     for path in sorted(Path(folder).glob("*.json")) if folder else ():
-        with contextlib.suppress(OSError, ValueError):  # a process that ends takes its file along
+        # A process that ends takes its file along; what is nested too deep is none of ours.
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             if path.name != own and time.time() - path.stat().st_mtime < _STALE:
                 content = json.loads(path.read_text())
                 if _is_snapshot(content):
