@@ -14,11 +14,10 @@ from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan, Sha
 from vllm_exl3.cuda.narrow import plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.wide import plan_wide
-from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard, cached_shards
-from vllm_exl3.pack.stored import BLOCK, Codebook
+from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["choose_form", "dequantize", "instances", "int8_refusal", "linear", "prepare"]
+__all__ = ["choose_form", "dequantize", "instances", "linear", "prepare"]
 
 _DEQUANTIZE_THREADS = 256
 _DEQUANTIZE_SHARED = BLOCK * (BLOCK + 1) * 4
@@ -149,20 +148,10 @@ def _linear_group(
         _launch(device, launch, part, trellis, suh, svh, bias, out[first : first + window])
 
 
-def int8_refusal(shards: tuple[Shard, ...]) -> str | None:
-    """Why few tokens of a fused linear are served by the default arithmetic even in fast mode, or None."""
-    if dispatch.batch_invariant():
-        return "VLLM_BATCH_INVARIANT leaves one arithmetic for every number of tokens"
-    if _codebooks(shards) != {Codebook.MUL1}:
-        return "only mul1 weights are affine in an integer"
-    if any(shard.half_bits > MOST_HALF_BITS for shard in shards):
-        return f"int8 is too coarse for more than {MOST_HALF_BITS // 2} bits"
-    return None
-
-
 def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form:
     """The form that serves ``rows`` tokens where no prefill kernel does."""
-    fast = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast" and int8_refusal(shards) is None
+    wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
+    fast = wanted and prefill_int8.weights_refusal(shards) is None
     return dispatch.choose_form(
         _codebooks(shards), rows, limits.architecture, one_class=dispatch.batch_invariant(), fast=fast
     )

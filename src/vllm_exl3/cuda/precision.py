@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from vllm_exl3.cuda import dispatch, linear, prefill_int8
+from vllm_exl3.cuda import dispatch, prefill_int8
 from vllm_exl3.cuda.geometry import MAX_SHARDS, GpuLimits
 from vllm_exl3.ops.shards import Shard, cached_shards
 
@@ -21,7 +21,7 @@ def summary(layers: Iterable[tuple[int, ...]], limits: GpuLimits | None = None) 
     from_rows, to_rows = dispatch.crossover(limits.architecture).mul1 + 1, dispatch.FAST_TOKENS
     return [
         _line(f"from {prefill_int8.LEAST_ROWS} tokens on", every, lambda group: prefill_int8.refusal(group, limits)),
-        _line(f"for {from_rows} to {to_rows} tokens", every, linear.int8_refusal),
+        _line(f"for {from_rows} to {to_rows} tokens", every, prefill_int8.weights_refusal),
     ]
 
 

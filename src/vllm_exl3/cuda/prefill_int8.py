@@ -19,7 +19,17 @@ from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["LEAST_ROWS", "QUANTIZE", "instances", "prefill_int8", "quantize_rows", "refusal", "serves", "window_rows"]
+__all__ = [
+    "LEAST_ROWS",
+    "QUANTIZE",
+    "instances",
+    "prefill_int8",
+    "quantize_rows",
+    "refusal",
+    "serves",
+    "weights_refusal",
+    "window_rows",
+]
 
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them, for every tile."""
@@ -35,16 +45,23 @@ _WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
 """Activations of one launch stay near the first; more rows are served in windows of a multiple of the second."""
 
 
-def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
-    """Why a fused linear is served by the default arithmetic even in fast mode, or None."""
-    if not limits.warpgroups:
-        return f"there is no int8 kernel for {limits.architecture}"
+def weights_refusal(shards: tuple[Shard, ...]) -> str | None:
+    """Why no kernel of fast mode, for few tokens or many, serves these weights, or None."""
     if dispatch.batch_invariant():
         return "VLLM_BATCH_INVARIANT leaves one arithmetic for every number of tokens"
     if any(shard.codebook != Codebook.MUL1 for shard in shards):
         return "only mul1 weights are affine in an integer"
     if any(shard.half_bits > MOST_HALF_BITS for shard in shards):
         return f"int8 is too coarse for more than {MOST_HALF_BITS // 2} bits"
+    return None
+
+
+def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
+    """Why a fused linear is served by the default arithmetic even in fast mode, or None."""
+    if not limits.warpgroups:
+        return f"there is no int8 kernel for {limits.architecture}"
+    if (reason := weights_refusal(shards)) is not None:
+        return reason
     widths = {shard.in_features for shard in shards}
     if len(widths) != 1 or max(widths) > _MOST_IN:
         return f"shards need one input width of at most {_MOST_IN}"
