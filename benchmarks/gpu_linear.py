@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from gpu_linear_checks import FORMS, WIDE, Checks, check_all
+from gpu_linear_checks import FORMS, WIDE, Checks, check_all, shape_of
 
 from vllm_exl3.cuda import dispatch, linear, prefill, runtime
 from vllm_exl3.cuda.geometry import Form
@@ -37,12 +37,7 @@ def check(seed: int) -> bool:
     torch.manual_seed(seed)
     checks = Checks()
     check_all(checks, seed)
-    for group, error in sorted(checks.worst.items()):
-        print(f"  {group:24s} worst relative error {error:.2e}")
-    for failure in checks.failed[:40]:
-        print("FAILED", failure)
-    print(f"{checks.done} checks, {len(checks.failed)} failed, seed {seed}")
-    return not checks.failed
+    return checks.report(seed)
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[tuple[tuple[int, int], int, int, int]]:
@@ -153,11 +148,6 @@ def every_form(codebook: int, rows: int) -> list[Form]:
     return [form for form in WIDE if form.tile_rows < 2 * rows and rows <= form.tile_rows]
 
 
-def _shape(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    return int(width), int(height)
-
-
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,7 +157,7 @@ def main() -> int:
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop measuring the peer after this long")
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--shapes", type=_shape, nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", type=shape_of, nargs="*", default=list(SHAPES))
     parser.add_argument("--bits", type=float, nargs="*", default=[2, 3, 4, 6])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--codebooks", type=int, nargs="*", default=[2, 1, 0])

@@ -65,6 +65,21 @@ class Checks:
             count = (found != expected).sum().item()
             self.failed.append(f"{name}: {count} of {found.numel()} values differ")
 
+    def report(self, seed: int) -> bool:
+        """Print the worst errors and the failures; returns whether there were none."""
+        for group, error in sorted(self.worst.items()):
+            print(f"  {group:24s} worst relative error {error:.2e}")
+        for failure in self.failed[:40]:
+            print("FAILED", failure)
+        print(f"{self.done} checks, {len(self.failed)} failed, seed {seed}", flush=True)
+        return not self.failed
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """``4096x14336``, as command lines give a layer's inputs and outputs."""
+    width, _, height = text.partition("x")
+    return int(width), int(height)
+
 
 def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
     """Compile, in parallel, what these layers need in these forms."""

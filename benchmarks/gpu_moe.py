@@ -49,12 +49,7 @@ def check(seed: int, names: list[str]) -> bool:
             torch.manual_seed(seed)
             function(checks, seed)
             print(f"{function.__name__}: {checks.done} checks, {len(checks.failed)} failed", flush=True)
-    for group, error in sorted(checks.worst.items()):
-        print(f"  {group:24s} worst relative error {error:.2e}")
-    for failure in checks.failed[:40]:
-        print("FAILED", failure)
-    print(f"{checks.done} checks, {len(checks.failed)} failed, seed {seed}")
-    return not checks.failed
+    return checks.report(seed)
 
 
 def copies_for(tokens: int) -> int:

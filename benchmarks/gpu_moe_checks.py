@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
+import gpu_linear_checks
 import torch
 from gpu_moe_layers import INST3, MCG, MUL1, GpuLayer, Kind, every_kind, random_layer, random_routing
 
@@ -27,13 +28,8 @@ MIXED: tuple[Kind, ...] = (
 """Every rate; as many kinds as a layer can reasonably mix, with no common divisor with three projections."""
 
 
-class Checks:
-    """Counts checks, keeps the worst error of each group and what failed."""
-
-    def __init__(self) -> None:
-        self.done = 0
-        self.worst: dict[str, float] = {}
-        self.failed: list[str] = []
+class Checks(gpu_linear_checks.Checks):
+    """The checks of linears with the bound of a layer of experts, and conditions."""
 
     def compare(
         self, name: str, group: str, found: torch.Tensor, expected: torch.Tensor, bound: float = BOUND

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
-from gpu_linear_checks import Checks
+from gpu_linear_checks import Checks, shape_of
 from gpu_prefill_checks import check_all
 from gpu_prefill_cliffs import cliffs, counts_around, used
 
@@ -48,12 +48,7 @@ def check(seed: int) -> bool:
     """All checks on fresh random inputs; prints the worst errors and every failure."""
     checks = Checks()
     check_all(checks, seed)
-    for group, error in sorted(checks.worst.items()):
-        print(f"  {group:24s} worst relative error {error:.2e}")
-    for failure in checks.failed[:20]:
-        print("FAILED", failure)
-    print(f"{checks.done} checks, {len(checks.failed)} failed, seed {seed}", flush=True)
-    return not checks.failed
+    return checks.report(seed)
 
 
 class Bench:
@@ -206,11 +201,6 @@ def time_reconstruct(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> Non
         bench.add("reconstruct", rotation, rows, "", call)
 
 
-def _shape(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    return int(width), int(height)
-
-
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,7 +209,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop timing after this long")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--shapes", type=_shape, nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", type=shape_of, nargs="*", default=list(SHAPES))
     parser.add_argument("--bits", type=float, nargs="*", default=[2, 3, 4, 6])
     parser.add_argument("--rows", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--codebooks", type=int, nargs="*", default=[2, 1, 0])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_linear_checks import Checks
+from gpu_linear_checks import Checks, shape_of
 from gpu_prefill_int8_checks import check_all
 
 from vllm_exl3.cuda import prefill, prefill_int8, runtime
@@ -43,12 +43,7 @@ def check(seed: int) -> bool:
     """All checks on fresh random inputs; prints the worst errors and every failure."""
     checks = Checks()
     check_all(checks, seed)
-    for group, error in sorted(checks.worst.items()):
-        print(f"  {group:24s} worst relative error {error:.2e}")
-    for failure in checks.failed[:20]:
-        print("FAILED", failure)
-    print(f"{checks.done} checks, {len(checks.failed)} failed, seed {seed}", flush=True)
-    return not checks.failed
+    return checks.report(seed)
 
 
 class Bench:
@@ -149,11 +144,6 @@ def _tflops(rotation: Rotation, rows: int, us: float) -> float:
     return round(2e-6 * rotation.shard.in_features * rotation.shard.out_features * rows / us, 1)
 
 
-def _shape(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    return int(width), int(height)
-
-
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,7 +152,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop timing after this long")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--shapes", type=_shape, nargs="*", default=list(SHAPES))
+    parser.add_argument("--shapes", type=shape_of, nargs="*", default=list(SHAPES))
     parser.add_argument("--bits", type=float, nargs="*", default=[4, 3, 2])
     parser.add_argument("--rows", type=int, nargs="*", default=[2048, 128, 256, 1024, 8192, 4096, 512])
     parser.add_argument("--out", type=Path)
