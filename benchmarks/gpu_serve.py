@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from gpu_serve_memory import measure_memory
-from gpu_serve_speed import KINDS, ROW, SHAPE, Row, generate, leave_out_top_k, speed, take_turns
+from gpu_serve_speed import ROW, Row, generate, leave_out_top_k, speed, take_turns
 
+from benchmarks.dense_8b import KINDS, SHAPE
 from vllm_exl3.ops import backends
 from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results

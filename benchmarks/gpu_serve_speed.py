@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.dense_8b import KINDS, SHAPE, write_bf16_config
 from vllm_exl3.tools.random_pack import write_random_pack
 
 __all__ = ["KINDS", "LENGTHS", "ROW", "SHAPE", "Row", "leave_out_top_k", "speed", "take_turns"]
@@ -29,18 +30,8 @@ ROW = "ROW "
 READY = "READY"
 """What an engine's process says when it could begin."""
 
-KINDS = {"exl3": "native", "bf16": "cublas_bf16"}
 LENGTHS = (128, 1024, 8192)
 """Lengths whose time to first token is measured."""
-SHAPE = {
-    "hidden": 4096,
-    "intermediate": 14336,
-    "layers": 32,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "vocab": 128256,
-}
 PROMPT = 128
 SHORT, LONG = 16, 272
 _GEMM = ("gemm", "gemv", "nvjet", "cutlass", "splitk")
@@ -87,7 +78,7 @@ def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[
             written = pool.submit(write_random_pack, folder, **pack) if kind == "exl3" else None
             from tests.serving.engine import model_of
 
-            _bf16_config(folder) if written is None else written.result()
+            write_bf16_config(folder, SHAPE) if written is None else written.result()
         options: dict[str, Any] = {
             "dtype": "bfloat16",
             "max_model_len": max(LENGTHS) + 256,
@@ -190,26 +181,3 @@ def _first_token(llm: Any, kind: str, length: int) -> Row:
         elapsed.append(time.perf_counter() - begin)
     us = statistics.median(elapsed) * 1e6
     return {"kernel": KINDS[kind], "subject": "first_token", "m": length, "us": us, "least_us": min(elapsed) * 1e6}
-
-
-def _bf16_config(folder: Path) -> None:
-    """Write a folder that describes the bf16 model of the same shape; its weights are vLLM's dummies."""
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": SHAPE["hidden"],
-        "intermediate_size": SHAPE["intermediate"],
-        "num_hidden_layers": SHAPE["layers"],
-        "num_attention_heads": SHAPE["heads"],
-        "num_key_value_heads": SHAPE["kv_heads"],
-        "head_dim": SHAPE["head_dim"],
-        "vocab_size": SHAPE["vocab"],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))

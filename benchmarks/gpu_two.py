@@ -29,7 +29,7 @@ _TINY = {"hidden": 256, "intermediate": 512, "layers": 2, "heads": 4, "kv_heads"
 
 def write_packs(folder: Path, shape: dict[str, int]) -> None:
     """The random packs, each with a file ``complete`` when it is: 128 experts a layer, then the one that is timed."""
-    from benchmarks.two_speed import write_bf16_config
+    from benchmarks.dense_8b import write_bf16_config
     from vllm_exl3.tools.random_pack import write_random_pack
 
     experts = write_random_pack(
@@ -68,7 +68,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32, with tiny shapes")
     arguments = parser.parse_args(words)
     options: dict[str, Any] = {"dtype": "float32"} if arguments.cpu else {}
-    from benchmarks.two_speed import SHAPE
+    from benchmarks.dense_8b import SHAPE
 
     shape = _TINY if arguments.cpu else SHAPE
     work: Path = arguments.work or Path("/tmp/exl3-two")

@@ -10,20 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.dense_8b import KINDS
 from benchmarks.two_engines import load
 
-__all__ = ["BATCHES", "KERNELS", "PROMPTS", "SHAPE", "speed", "write_bf16_config"]
+__all__ = ["BATCHES", "PROMPTS", "speed"]
 
-SHAPE = {
-    "hidden": 4096,
-    "intermediate": 14336,
-    "layers": 32,
-    "heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "vocab": 128256,
-}
-KERNELS = {"exl3": "native", "bf16": "cublas_bf16"}
 BATCHES = (1, 8, 32)
 PROMPTS = (1, 4)
 """How many prompts of `PROMPT_LENGTH` tokens are answered together."""
@@ -39,7 +30,7 @@ def speed(
     """Start an engine, wait for one's turn, and measure.
 
     Args:
-        kind: of `KERNELS`.
+        kind: of `KINDS`.
         ranks: GPUs.
         pack: the model's folder; waited for.
         out: ``NAME.ready`` is made there when the engine is, ``NAME.go`` waited for, ``NAME.rows`` gets a line a row.
@@ -68,7 +59,7 @@ def speed(
         },
     )
     started = time.perf_counter() - begin
-    identity = {"kernel": KERNELS[kind], "ranks": ranks}
+    identity = {"kernel": KINDS[kind], "ranks": ranks}
     states = llm.collective_rpc("probe_state")
     with (out / f"{name}.rows").open("w", encoding="utf-8", buffering=1) as rows:
         start = {"start_s": round(started, 1)}
@@ -140,26 +131,3 @@ def _kernels(llm: Any, vocabulary: int) -> Iterator[dict[str, Any]]:
             reduces = "cross_device_reduce" in name or "nccl" in name.lower()
             parts["exl3" if name.startswith("exl3_") else "all_reduce" if reduces else "other"] += us / _LONG
         yield {"subject": "kernels", "m": 1, "rank": rank, **{f"{part}_us": us for part, us in parts.items()}}
-
-
-def write_bf16_config(folder: Path, shape: dict[str, int]) -> None:
-    """A folder that describes a bf16 model of a shape; its weights are vLLM's dummies."""
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["intermediate"],
-        "num_hidden_layers": shape["layers"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["kv_heads"],
-        "head_dim": shape["head_dim"],
-        "vocab_size": shape["vocab"],
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
