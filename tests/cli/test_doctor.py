@@ -16,9 +16,11 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this tor
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One `vllm-exl3` command."""
+    """One `vllm-exl3` command, in a shell that sets none of the plugin's variables but these."""
     command = [sys.executable, "-m", "vllm_exl3.cli", *arguments]
-    settings = {**os.environ, "COLUMNS": "200", **environment}
+    # A test before this one may have loaded the plugin, which names its folder of counters in this environment.
+    inherited = {name: value for name, value in os.environ.items() if "EXL3_" not in name}
+    settings = {**inherited, "COLUMNS": "200", **environment}
     return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
 
 
