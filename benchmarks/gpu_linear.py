@@ -11,7 +11,6 @@ more weight copies than the L2 holds; the median of several replays.
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
@@ -189,5 +188,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    assert importlib.util.find_spec("cuda.bindings"), "cuda-bindings is missing"
     sys.exit(main())

@@ -13,35 +13,27 @@ GPU's clock does, it does to both. Inputs are random, never zeros.
 """
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from gpu_linear_checks import Checks, shape_of
+from gpu_prefill_bench import SHAPES, Bench, Row, tflops
 from gpu_prefill_checks import check_all
 from gpu_prefill_cliffs import cliffs, counts_around, used
 
-from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct, runtime
+from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.prefill_plan import TILES
-from vllm_exl3.cuda.timing import Rotation, dense_weights, limit_us, random_trellis, replayed_in_turns
+from vllm_exl3.cuda.timing import Rotation, dense_weights, replayed_in_turns
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.results import write_results
 
-SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
 LOOP_TFLOPS = 927.0
 """What a loop of products with mul1 decoding reached without loads on an H200 (docs/kernels-gpu.md)."""
-
-_SAVED_EVERY = 6.0
-"""Seconds after which rows are written: a run may be cut."""
-
-Row = dict[str, object]
 
 
 def check(seed: int) -> bool:
@@ -51,65 +43,33 @@ def check(seed: int) -> bool:
     return checks.report(seed)
 
 
-class Bench:
-    """Times linears and keeps a row of each, and what cuBLAS takes for the same shape.
+class PrefillBench(Bench):
+    """Times linears, and what cuBLAS takes for the same shape.
 
     Args:
         arguments: the command line's.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.rows: list[Row] = []
-        self._buffer = random_trellis(600_000_000)
+        super().__init__(arguments)
         self._dense: tuple[tuple[int, int], list[torch.Tensor]] | None = None
         self._bf16: dict[tuple[int, int, int], list[float]] = {}
-        self._started = self._saved = time.perf_counter()
         first, others = arguments.bits[:1], arguments.bits[1:]
         self.kinds = [
             (bits, codebook) for group in (first, others) for codebook in arguments.codebooks for bits in group
         ]
-        device = runtime.device(torch.cuda.current_device())
-        self.limits = device.limits
         shards = [
             Shard(round(2 * bits), codebook, *shape, 0, shape[1])
             for bits, codebook in self.kinds
             for shape in arguments.shapes
         ]
-        wanted = [i for shard in shards for rows in arguments.rows for i in used(shard, rows, device.limits)[1]]
+        wanted = [i for shard in shards for rows in arguments.rows for i in used(shard, rows, self.limits)[1]]
         for shard in shards[: len(arguments.shapes)]:
             if arguments.tiles:
-                wanted += prefill.instances((shard,), device.limits)
+                wanted += prefill.instances((shard,), self.limits)
             if arguments.cliffs or arguments.tiles:
-                wanted += [i for rows in range(1, 129) for i in used(shard, rows, device.limits)[1]]
-        device.prepare(wanted)
-        print(f"compiled after {time.perf_counter() - self._started:.1f} s", flush=True)
-
-    def cells(
-        self, kinds: Iterable[tuple[float, int]], rows: Iterable[int], shapes: Iterable[tuple[int, int]] | None = None
-    ) -> Iterator[tuple[Rotation, int]]:
-        """(weights, tokens) of every cell of these (K, codebook), until the time is over."""
-        for bits, codebook in kinds:
-            for shape in shapes or self.arguments.shapes:
-                rotation = Rotation(shape, round(2 * bits), codebook, self._buffer)
-                for count in rows:
-                    if time.perf_counter() - self._started > self.arguments.seconds:
-                        print("out of time", flush=True)
-                        return
-                    yield rotation, count
-                if time.perf_counter() - self._saved > _SAVED_EVERY:
-                    self.save()
-
-    def save(self) -> None:
-        """Write what was measured so far."""
-        arguments = self.arguments
-        if arguments.out is None or not self.rows:
-            return
-        device = torch.cuda.get_device_properties(0)
-        facts = {"multiprocessors": device.multi_processor_count, "cuda": torch.version.cuda}
-        command = "python " + " ".join(sys.argv)
-        write_results(arguments.out, [*self.rows, *self.dense_rows()], machine="h200", command=command, facts=facts)
-        self._saved = time.perf_counter()
+                wanted += [i for rows in range(1, 129) for i in used(shard, rows, self.limits)[1]]
+        self.prepare(wanted)
 
     def dense(self, shape: tuple[int, int], rows: int) -> tuple[Callable[[int], object], int]:
         """cuBLAS in bf16, and how many weight copies it has."""
@@ -126,40 +86,31 @@ class Bench:
         calls = {"it": (call, rotation.copies), "bf16": self.dense(shape, rows)}
         times = replayed_in_turns(calls, self.arguments.repeats)
         us, bf16 = times["it"], times["bf16"]
-        limit = max(limit_us(shape, shard.half_bits), 2e-6 * shape[0] * shape[1] * rows / LOOP_TFLOPS)
-        self.rows.append({
-            "kernel": kernel, "in": shape[0], "out": shape[1], "m": rows, "bits": shard.half_bits / 2,
-            "codebook": Codebook(shard.codebook).label, "mode": mode, "us": round(us, 2), "bf16_us": round(bf16, 2),
-            "tflops": _tflops(shape, rows, us), "limit_us": round(limit, 2),
-        })  # fmt: skip
+        self.keep(kernel, rotation, rows, mode, us, LOOP_TFLOPS, bf16_us=round(bf16, 2))
         self._bf16.setdefault((*shape, rows), []).append(bf16)
         cell = (
             f"{shape[0]:5d}×{shape[1]:<5d} {Codebook(shard.codebook).label:5s} K={shard.half_bits / 2:<3g} M={rows:<5d}"
         )
         print(
-            f"{cell} {kernel:11s} {mode:12s} {us:8.1f} µs {_tflops(shape, rows, us):4.0f} TF bf16/it {bf16 / us:5.2f}",
+            f"{cell} {kernel:11s} {mode:12s} {us:8.1f} µs {tflops(shape, rows, us):4.0f} TF bf16/it {bf16 / us:5.2f}",
             flush=True,
         )
 
-    def dense_rows(self) -> list[Row]:
+    def further_rows(self) -> list[Row]:
         """A row of cuBLAS for each shape and number of tokens: the median of all its times."""
         return [
             {"kernel": "cublas_bf16", "in": width, "out": height, "m": rows, "us": round(us, 2),
-             "tflops": _tflops((width, height), rows, us)}
+             "tflops": tflops((width, height), rows, us)}
             for (width, height, rows), times in self._bf16.items()
             for us in [statistics.median(times)]
         ]  # fmt: skip
-
-
-def _tflops(shape: tuple[int, int], rows: int, us: float) -> float:
-    return round(2e-6 * shape[0] * shape[1] * rows / us, 1)
 
 
 def _input(rotation: Rotation, rows: int) -> torch.Tensor:
     return torch.randn(rows, rotation.shard.in_features, device="cuda", dtype=torch.float16)
 
 
-def time_dispatched(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
+def time_dispatched(bench: PrefillBench, cells: Iterable[tuple[Rotation, int]]) -> None:
     """Whole linears as they are served."""
     for rotation, rows in cells:
         x = _input(rotation, rows)
@@ -172,7 +123,7 @@ def rotation_linear(rotation: Rotation, x: torch.Tensor, index: int, form: Form 
     return linear.linear(x, rotation.trellis[index], rotation.suh, rotation.svh, None, rotation.layout, form=form)
 
 
-def time_tiles(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
+def time_tiles(bench: PrefillBench, cells: Iterable[tuple[Rotation, int]]) -> None:
     """Every tile of the prefill kernel that may suit, and the kernel for fewer tokens: what the hand-over rests on."""
     for rotation, rows in cells:
         x, shard = _input(rotation, rows), rotation.shard
@@ -190,7 +141,7 @@ def time_tiles(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
         bench.add("wide", rotation, rows, form.name, lambda i: rotation_linear(rotation, x, i, form))  # noqa: B023
 
 
-def time_reconstruct(bench: Bench, cells: Iterable[tuple[Rotation, int]]) -> None:
+def time_reconstruct(bench: PrefillBench, cells: Iterable[tuple[Rotation, int]]) -> None:
     """Dense weights decoded to bounded scratch, then cuBLAS, in float16."""
     for rotation, rows in cells:
         x = _input(rotation, rows)
@@ -219,7 +170,7 @@ def main() -> int:
     good = check(seed) if arguments.check else True
     if not good or not (arguments.time or arguments.tiles or arguments.reconstruct or arguments.cliffs):
         return 0 if good else 1
-    bench = Bench(arguments)
+    bench = PrefillBench(arguments)
     first, rest = bench.kinds[:1], bench.kinds[1:]
     if arguments.time:
         time_dispatched(bench, bench.cells(first, arguments.rows))
@@ -241,5 +192,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    assert importlib.util.find_spec("cuda.bindings"), "cuda-bindings is missing"
     sys.exit(main())

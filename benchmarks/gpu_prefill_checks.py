@@ -12,7 +12,8 @@ import torch
 from gpu_linear_checks import HALF_BITS, Checks, exact
 
 from vllm_exl3.cuda import linear, prefill, reconstruct, runtime
-from vllm_exl3.cuda.prefill_plan import FINISH, MMA_TILES, TILES, TRANSFORM, plan_prefill
+from vllm_exl3.cuda.prefill_input import TRANSFORM
+from vllm_exl3.cuda.prefill_plan import FINISH, MMA_TILES, TILES, plan_prefill
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook

@@ -8,7 +8,8 @@ import itertools
 from vllm_exl3.cuda import dispatch, linear, prefill
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
-from vllm_exl3.cuda.prefill_plan import FINISH, TRANSFORM, PrefillArgs, choose_tile, cut, kernel, plan_prefill
+from vllm_exl3.cuda.prefill_input import TRANSFORM
+from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, choose_tile, cut, kernel, plan_prefill
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 

@@ -10,33 +10,26 @@ fails.
 """
 
 import argparse
-import importlib.util
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from gpu_linear_checks import Checks, shape_of
+from gpu_prefill_bench import SHAPES, Bench, tflops
 from gpu_prefill_int8_checks import check_all
 
-from vllm_exl3.cuda import prefill, prefill_int8, runtime
+from vllm_exl3.cuda import prefill, prefill_int8
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.prefill_input import QUANTIZE
 from vllm_exl3.cuda.prefill_plan import INT8_TILES, PrefillArgs
-from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
+from vllm_exl3.cuda.timing import Rotation, cublas_us, replayed
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.results import write_results
 
-SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
 LOOP_TOPS = 1303.0
 """What a loop of int8 products with decoding reached without loads on an H200 (docs/kernels-gpu.md)."""
-
-_SAVED_EVERY = 6.0
-"""Seconds after which rows are written: a run may be cut."""
-
-Row = dict[str, object]
 
 
 def check(seed: int) -> bool:
@@ -46,41 +39,26 @@ def check(seed: int) -> bool:
     return checks.report(seed)
 
 
-class Bench:
-    """Times cells and keeps a row of each.
+class FastBench(Bench):
+    """Times cells in fast mode, in the default mode and by cuBLAS.
 
     Args:
         arguments: the command line's.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.rows: list[Row] = []
-        self._buffer = random_trellis(600_000_000)
-        self._started = self._saved = time.perf_counter()
-        device = runtime.device(torch.cuda.current_device())
-        wanted: list[Instance] = [prefill_int8.QUANTIZE]
+        super().__init__(arguments)
+        wanted: list[Instance] = [QUANTIZE]
         for bits in arguments.bits:
             shard = (Shard(round(2 * bits), Codebook.MUL1, *SHAPES[0], 0, SHAPES[0][1]),)
-            width = SHAPES[0][0]
-            tiles = INT8_TILES
-            wanted += [prefill_int8.plan(shard, tile, width, device.limits, tile).instance for tile in tiles]
-            wanted += prefill.instances(shard, device.limits)
-        device.prepare(wanted)
-        print(f"compiled after {time.perf_counter() - self._started:.1f} s", flush=True)
+            wanted += [prefill_int8.plan(shard, n, SHAPES[0][0], self.limits, n).instance for n in INT8_TILES]
+            wanted += prefill.instances(shard, self.limits)
+        self.prepare(wanted)
 
     def run(self) -> None:
         """Time every cell, until the time is over."""
-        for bits in self.arguments.bits:
-            for shape in self.arguments.shapes:
-                rotation = Rotation(shape, round(2 * bits), Codebook.MUL1, self._buffer)
-                for rows in self.arguments.rows:
-                    if time.perf_counter() - self._started > self.arguments.seconds:
-                        print("out of time", flush=True)
-                        return
-                    self._cell(rotation, rows)
-                if time.perf_counter() - self._saved > _SAVED_EVERY:
-                    self.save()
+        for rotation, rows in self.cells([(bits, Codebook.MUL1) for bits in self.arguments.bits], self.arguments.rows):
+            self._cell(rotation, rows)
 
     def _cell(self, rotation: Rotation, rows: int) -> None:
         shard = (rotation.shard,)
@@ -102,46 +80,24 @@ class Bench:
             mode = f"int8_{tile or self._tile(rotation.shard, rows)}"
             times[mode] = self._add("native_fast", rotation, rows, mode, fast(tile))
         times["default"] = self._add("native", rotation, rows, "prefill", default)
-        bf16 = cublas_us((rotation.shard.in_features, rotation.shard.out_features), rows)
-        shape = f"{rotation.shard.in_features:5d}×{rotation.shard.out_features:<5d}"
+        width, height, bits = rotation.shard.in_features, rotation.shard.out_features, rotation.shard.half_bits / 2
+        bf16 = cublas_us((width, height), rows)
         self.rows.append({
-            "kernel": "cublas_bf16", "in": rotation.shard.in_features, "out": rotation.shard.out_features, "m": rows,
-            "beside_bits": rotation.shard.half_bits / 2, "us": round(bf16, 2), "tflops": _tflops(rotation, rows, bf16),
+            "kernel": "cublas_bf16", "in": width, "out": height, "m": rows, "beside_bits": bits,
+            "us": round(bf16, 2), "tflops": tflops((width, height), rows, bf16),
         })  # fmt: skip
         line = ", ".join(f"{mode} {us:.1f} ({bf16 / us:.2f})" for mode, us in times.items())
-        print(f"{shape} K={rotation.shard.half_bits / 2:<3g} M={rows:<5d} bf16 {bf16:.1f} µs; {line}", flush=True)
+        print(f"{width:5d}×{height:<5d} K={bits:<3g} M={rows:<5d} bf16 {bf16:.1f} µs; {line}", flush=True)
 
     def _tile(self, shard: Shard, rows: int) -> int:
-        limits = runtime.device(torch.cuda.current_device()).limits
-        rows = min(rows, prefill_int8.window_rows((shard,)))
-        plan = prefill_int8.plan((shard,), rows, shard.in_features, limits)
+        rows = min(rows, prefill.window_rows((shard,), rows, int8=True))
+        plan = prefill_int8.plan((shard,), rows, shard.in_features, self.limits)
         return int(PrefillArgs.from_buffer_copy(plan.arguments).tile_rows)
 
     def _add(self, kernel: str, rotation: Rotation, rows: int, mode: str, call: Callable[[int], object]) -> float:
         us = replayed(call, rotation.copies, self.arguments.repeats)
-        shard = rotation.shard
-        count = shard.in_features * shard.out_features
-        limit = max(limit_us((shard.in_features, shard.out_features), shard.half_bits), 2e-6 * count * rows / LOOP_TOPS)
-        self.rows.append({
-            "kernel": kernel, "in": shard.in_features, "out": shard.out_features, "m": rows,
-            "bits": shard.half_bits / 2, "codebook": Codebook.MUL1.label, "mode": mode, "us": round(us, 2),
-            "tflops": _tflops(rotation, rows, us), **({"limit_us": round(limit, 2)} if kernel == "native_fast" else {}),
-        })  # fmt: skip
+        self.keep(kernel, rotation, rows, mode, us, LOOP_TOPS if kernel == "native_fast" else None)
         return us
-
-    def save(self) -> None:
-        """Write what was measured so far."""
-        if self.arguments.out is None or not self.rows:
-            return
-        device = torch.cuda.get_device_properties(0)
-        facts = {"multiprocessors": device.multi_processor_count, "cuda": torch.version.cuda}
-        command = "python " + " ".join(sys.argv)
-        write_results(self.arguments.out, self.rows, machine="h200", command=command, facts=facts)
-        self._saved = time.perf_counter()
-
-
-def _tflops(rotation: Rotation, rows: int, us: float) -> float:
-    return round(2e-6 * rotation.shard.in_features * rotation.shard.out_features * rows / us, 1)
 
 
 def main() -> int:
@@ -161,12 +117,11 @@ def main() -> int:
     good = check(seed) if arguments.check else True
     if not good or not (arguments.time or arguments.tiles):
         return 0 if good else 1
-    bench = Bench(arguments)
+    bench = FastBench(arguments)
     bench.run()
     bench.save()
     return 0
 
 
 if __name__ == "__main__":
-    assert importlib.util.find_spec("cuda.bindings"), "cuda-bindings is missing"
     sys.exit(main())

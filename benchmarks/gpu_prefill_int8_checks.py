@@ -10,6 +10,7 @@ import torch
 from gpu_linear_checks import Checks, exact
 
 from vllm_exl3.cuda import prefill_int8, runtime
+from vllm_exl3.cuda.prefill_input import QUANTIZE
 from vllm_exl3.cuda.prefill_plan import INT8_TILES
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.int8 import linear_int8
@@ -54,7 +55,7 @@ def prepare(layers: Iterable[tuple[Shard, ...]]) -> None:
         for shards in layers
         for tokens in INT8_TILES
     ]
-    device.prepare([prefill_int8.QUANTIZE, *(plan.instance for plan in plans)])
+    device.prepare([QUANTIZE, *(plan.instance for plan in plans)])
 
 
 def check_kinds(checks: Checks, seed: int) -> None:

@@ -89,7 +89,7 @@ def test_a_fused_layer(program: Path, tokens: int, rows: int, ranges: int | None
     dense = rng.standard_normal((1280, 640)).astype(np.float32)
     plan = plan_prefill(shards, rows, width, GPU, tokens, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
-    transform = [plan.transform.blocks, plan.transform.threads, plan.transform.shared]
+    transform = [plan.transform.grid[0], plan.transform.threads, plan.transform.shared]
     numbers = [tokens, plan.grid // plan.cluster, rows, *transform, *(plan.finish or (0, 0))]
     data = [bytes(arguments), np.array(numbers, np.uint32), x, *suh, *svh, bias, dense]
     output = subprocess.run(

@@ -18,6 +18,7 @@ from tests.cuda.host_kernels import build
 from vllm_exl3.cuda import prefill_int8, prefill_plan
 from vllm_exl3.cuda.compiler import compile_instance, compiler_unavailable
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.prefill_input import QUANTIZE
 from vllm_exl3.cuda.prefill_plan import PrefillArgs
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.int8 import WEIGHT_STEP, linear_int8, quantize_rows, weight_bytes
@@ -185,8 +186,7 @@ def test_the_kernels_on_the_host(
     arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), 312, 0
     arguments.out, arguments.out_stride, arguments.out_type = out.ctypes.data, 356, 2
     arguments.bias, arguments.bias_type = bias.data_ptr(), 2
-    arguments.block_rows = block_rows = prefill_int8.quantize_rows(384)
-    library.quantize(ctypes.byref(arguments), -(-rows // block_rows), 2, 32)
+    library.quantize(ctypes.byref(arguments), *plan.transform.grid, plan.transform.threads)
     library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, half_bits)
     if plan.finish is not None:
         library.finish(ctypes.byref(arguments), *plan.finish)
@@ -200,6 +200,6 @@ def test_the_kernels_on_the_host(
 def test_the_largest_instance_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
     layer = tuple(Shard(h, 2, 4096, 1024, 0, 1024) for h in (8, 5, 6))
-    for instance in (prefill_int8.QUANTIZE, prefill_int8.instances(layer, H200)[-1]):
+    for instance in (QUANTIZE, prefill_int8.instances(layer, H200)[-1]):
         cubin = compile_instance(instance, "sm_90a")
         assert cubin.spill_bytes == 0 and not cubin.serialised

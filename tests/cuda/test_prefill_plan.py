@@ -13,6 +13,7 @@ from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill import window_rows
 from vllm_exl3.cuda.prefill_cut import cut
+from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, cut_int8_rows
 from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, PrefillArgs, PrefillShard, kernel, plan_prefill
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -125,11 +126,19 @@ def test_time_grows_with_tokens_without_cliffs(shape: tuple[int, int]) -> None:
         assert t2 <= max(1.1 * t1 * m2 / m1, t1 + step), (m1, m2)
 
 
-@given(st.integers(1, 100_000), st.integers(1, 500), st.integers(1, 3))
-def test_windows_are_few_and_even(rows: int, in_blocks: int, shards: int) -> None:
+@given(st.integers(1, 100_000), st.integers(1, 500), st.integers(1, 3), st.booleans())
+def test_windows_are_few_and_even(rows: int, in_blocks: int, shards: int, int8: bool) -> None:
     layer = (Shard(8, 2, 128 * in_blocks, 128, 0, 128),) * shards
-    step = window_rows(layer, rows)
+    step = window_rows(layer, rows, int8=int8)
     launches = -(-rows // step)
-    row = 2 * 128 * in_blocks * shards
+    row = (1 if int8 else 2) * 128 * in_blocks * shards
     assert step % 256 == 0 and row * step <= max(64 << 20, row * 256)
     assert rows - (launches - 1) * step > 0 and step - -(-rows // launches) < 256
+
+
+@given(st.integers(1, 10_000), st.integers(1, MOST_INT8_IN // 128), st.integers(1, 3))
+def test_rounded_rows_have_a_thread_a_unit(rows: int, in_blocks: int, shards: int) -> None:
+    cut = cut_int8_rows(rows, 128 * in_blocks, shards)
+    assert 0 <= cut.grid[0] * cut.block_rows - rows < cut.block_rows and cut.grid[1] == shards
+    assert cut.block_rows * 2 * in_blocks <= cut.threads <= 512 and cut.threads % 32 == 0
+    assert cut.block_rows * 128 * in_blocks * 2 < cut.shared <= H200.shared_memory

@@ -55,7 +55,7 @@ def test_the_kernels_on_the_host(
     arguments.out, arguments.out_stride, arguments.out_type = out.ctypes.data, 356, 2
     arguments.bias, arguments.bias_type = bias.data_ptr(), 2
     transform = plan.transform
-    library.transform(ctypes.byref(arguments), transform.blocks, transform.threads, transform.shared)
+    library.transform(ctypes.byref(arguments), transform.grid[0], transform.threads, transform.shared)
     library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared)
     if plan.finish is not None:
         library.finish(ctypes.byref(arguments), *plan.finish)

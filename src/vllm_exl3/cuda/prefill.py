@@ -8,12 +8,12 @@ from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
+from vllm_exl3.cuda.prefill_input import TRANSFORM
 from vllm_exl3.cuda.prefill_plan import (
     FINISH,
     FINISH_SHARED,
     MMA_TILES,
     TILES,
-    TRANSFORM,
     PrefillArgs,
     PrefillPlan,
     plan_prefill,
@@ -21,7 +21,7 @@ from vllm_exl3.cuda.prefill_plan import (
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["instances", "launch_products", "prefill", "serves", "window_rows"]
+__all__ = ["instances", "prefill", "serves", "window_rows"]
 
 _FINISH_THREADS = 256
 
@@ -58,9 +58,13 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
 
 
 @functools.lru_cache(maxsize=4096)
-def window_rows(shards: tuple[Shard, ...], rows: int) -> int:
-    """How many of ``rows`` rows one launch takes: as few launches as scratch allows, of even size."""
-    most = _WINDOW_BYTES // (2 * sum(shard.in_features for shard in shards)) // _WINDOW_STEP * _WINDOW_STEP
+def window_rows(shards: tuple[Shard, ...], rows: int, *, int8: bool = False) -> int:
+    """How many of ``rows`` rows one launch takes: as few launches as scratch allows, of even size.
+
+    ``int8``: with activations of one byte instead of two.
+    """
+    row_bytes = (1 if int8 else 2) * sum(shard.in_features for shard in shards)
+    most = _WINDOW_BYTES // row_bytes // _WINDOW_STEP * _WINDOW_STEP
     launches = max(1, -(-rows // max(_WINDOW_STEP, most)))
     return round_up(-(-rows // launches), _WINDOW_STEP)
 
@@ -77,6 +81,7 @@ def prefill(
     tokens: int | None = None,
     ranges: int | None = None,
     limits: GpuLimits | None = None,
+    int8: bool = False,
 ) -> None:
     """``out = ((x·suh) H W H)·svh + bias`` for shards of one input width.
 
@@ -91,12 +96,13 @@ def prefill(
         tokens: tokens of a tile; chosen by cost when None.
         ranges: how finely what does not fill the GPU is cut; chosen by cost when None.
         limits: of the GPU, where they should be others than the device's own.
+        int8: round weights and rotated inputs, of shards that `prefill_int8.refusal` does not refuse.
     """
     device = runtime.device(x.device.index)
-    step = window_rows(shards, x.shape[0])
+    step = window_rows(shards, x.shape[0], int8=int8)
     for first in range(0, x.shape[0], step):
         part = x[first : first + step]
-        plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges)
+        plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges, int8=int8)
         _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step])
 
 
@@ -114,15 +120,10 @@ def _launch(
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    rotate, cut = device.kernel(TRANSFORM), plan.transform
-    rotate.allow_shared(cut.shared)
-    rotate.launch((cut.blocks, 1), cut.threads, cut.shared, stream, [arguments], device.limits.dependent_launch)
-    launch_products(device, plan, arguments, stream)
-
-
-def launch_products(device: runtime.Device, plan: PrefillPlan, arguments: PrefillArgs, stream: int) -> None:
-    """Launch all that follows the kernel that rotates inputs."""
     dependent = device.limits.dependent_launch
+    rotate, cut = device.kernel(plan.transform.instance), plan.transform
+    rotate.allow_shared(cut.shared)
+    rotate.launch(cut.grid, cut.threads, cut.shared, stream, [arguments], dependent)
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
     gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)

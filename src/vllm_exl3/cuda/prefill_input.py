@@ -1,37 +1,53 @@
-"""How the rows of a prefill launch are divided among the blocks of the kernel that rotates them."""
+"""How the rows of a prefill launch are divided among the blocks of the kernel that rotates them, or rounds them too."""
 
 import functools
 from dataclasses import dataclass
 
+from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["InputCut", "cut_rows", "held_bytes"]
+__all__ = ["MOST_INT8_IN", "QUANTIZE", "TRANSFORM", "InputCut", "cut_int8_rows", "cut_rows"]
+
+TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
+"""The kernel that rotates inputs, for every tile."""
+
+QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
+"""The kernel that rotates inputs and rounds them to int8, for every tile."""
 
 _MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
 _UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
 
+_MOST_INT8_THREADS, _MOST_INT8_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a unit of a row
+_INT8_THREADS = 256
+"""Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
+MOST_INT8_IN = _MOST_INT8_THREADS * UNIT_IN
+"""Input channels up to which a block of prefill_quantize.cu has room for a row."""
+
 
 @dataclass(frozen=True, slots=True)
 class InputCut:
-    """The launch of ``exl3_prefill_transform``.
+    """The launch of the kernel that rotates inputs.
 
     Attributes:
+        instance: the kernel, `TRANSFORM` or `QUANTIZE`.
         block_rows: rows of a block, a power of two.
-        blocks: thread blocks.
+        grid: thread blocks in x and y.
         threads: threads a block.
-        shared: dynamic shared memory in bytes; 0 where rows are too long to be held, and fetched twice.
+        shared: dynamic shared memory in bytes; 0 where rows are too long for `TRANSFORM` to hold, which fetches them
+            twice then.
     """
 
+    instance: Instance
     block_rows: int
-    blocks: int
+    grid: tuple[int, int]
     threads: int
     shared: int
 
 
-def held_bytes(block_rows: int, in_features: int) -> int:
+def _held_bytes(block_rows: int, in_features: int) -> int:
     """Bytes of shared memory that rows take, padded as in prefill_transform.cu."""
     pitch = in_features // UNIT_IN * _UNIT_PITCH // 128 * 128 + 128 + (64 if block_rows == 2 else 32)
     return block_rows * pitch
@@ -39,18 +55,32 @@ def held_bytes(block_rows: int, in_features: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
-    """Divide ``rows`` rows of ``in_features`` channels.
+    """Divide ``rows`` rows of ``in_features`` channels among the blocks of `TRANSFORM`.
 
     More rows a block make longer runs of stores, 16 bytes a row; fewer make enough blocks for every multiprocessor.
     """
     room, block_rows = limits.shared_memory - _RESERVED, _MOST_ROWS
     while block_rows > 2 and (
-        held_bytes(block_rows, in_features) > _HELD_BYTES or rows < 2 * block_rows * limits.multiprocessors
+        _held_bytes(block_rows, in_features) > _HELD_BYTES or rows < 2 * block_rows * limits.multiprocessors
     ):
         block_rows //= 2
-    if rows < limits.multiprocessors or 1.5 * held_bytes(block_rows, in_features) > room:
+    if rows < limits.multiprocessors or 1.5 * _held_bytes(block_rows, in_features) > room:
         block_rows = 1
     parts = block_rows * in_features // _PART
     threads = round_up(-(-parts // -(-parts // _MOST_THREADS)), max(_WARP, BLOCK // _PART * block_rows))
-    held = held_bytes(block_rows, in_features) + in_features // UNIT_IN * _UNIT_PITCH  # suh lies behind the rows
-    return InputCut(block_rows, -(-rows // block_rows), threads, held if held <= room else 0)
+    held = _held_bytes(block_rows, in_features) + in_features // UNIT_IN * _UNIT_PITCH  # suh lies behind the rows
+    return InputCut(TRANSFORM, block_rows, (-(-rows // block_rows), 1), threads, held if held <= room else 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_int8_rows(rows: int, in_features: int, shards: int) -> InputCut:
+    """Divide ``rows`` rows of ``in_features`` channels, at most `MOST_INT8_IN`, among the blocks of `QUANTIZE`.
+
+    More rows a block make longer runs of stores, 16 bytes a row.
+    """
+    block_rows = _MOST_INT8_ROWS
+    while block_rows > 1 and block_rows * in_features // UNIT_IN > _INT8_THREADS:
+        block_rows //= 2
+    threads = round_up(block_rows * in_features // UNIT_IN, _WARP)
+    held = _held_bytes(block_rows, in_features)
+    return InputCut(QUANTIZE, block_rows, (-(-rows // block_rows), shards), threads, held)

@@ -9,40 +9,19 @@ import torch
 
 from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, runtime
-from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
-from vllm_exl3.cuda.prefill import launch_products
-from vllm_exl3.cuda.prefill_input import held_bytes
-from vllm_exl3.cuda.prefill_plan import FINISH, INT8_TILES, PrefillArgs, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.prefill import prefill
+from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, QUANTIZE
+from vllm_exl3.cuda.prefill_plan import FINISH, INT8_TILES, PrefillPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = [
-    "LEAST_ROWS",
-    "QUANTIZE",
-    "instances",
-    "prefill_int8",
-    "quantize_rows",
-    "refusal",
-    "serves",
-    "weights_refusal",
-    "window_rows",
-]
-
-QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
-"""The kernel that rotates inputs and rounds them, for every tile."""
+__all__ = ["LEAST_ROWS", "instances", "plan", "prefill_int8", "refusal", "serves", "weights_refusal"]
 
 LEAST_ROWS = 128
 """Tokens from which on the kernel serves; fewer leave the tensor cores waiting for weights to be decoded."""
-
-_MOST_THREADS, _MOST_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a unit of a row
-_THREADS = 256
-"""Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
-_MOST_IN, _WARP = _MOST_THREADS * UNIT_IN, 32
-_WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
-"""Activations of one launch stay near the first; more rows are served in windows of a multiple of the second."""
 
 
 def weights_refusal(shards: tuple[Shard, ...]) -> str | None:
@@ -63,8 +42,8 @@ def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
     if (reason := weights_refusal(shards)) is not None:
         return reason
     widths = {shard.in_features for shard in shards}
-    if len(widths) != 1 or max(widths) > _MOST_IN:
-        return f"shards need one input width of at most {_MOST_IN}"
+    if len(widths) != 1 or max(widths) > MOST_INT8_IN:
+        return f"shards need one input width of at most {MOST_INT8_IN}"
     return None
 
 
@@ -91,20 +70,6 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
         return []
     width = shards[0].in_features
     return [QUANTIZE, FINISH, *(plan(shards, tokens, width, limits, tokens).instance for tokens in INT8_TILES)]
-
-
-def window_rows(shards: tuple[Shard, ...]) -> int:
-    """How many rows one launch takes."""
-    rows = _WINDOW_BYTES // sum(shard.in_features for shard in shards)
-    return max(_WINDOW_STEP, rows // _WINDOW_STEP * _WINDOW_STEP)
-
-
-def quantize_rows(in_features: int) -> int:
-    """Rows of a block of the kernel that rounds inputs: more make longer runs of stores, 16 bytes a row."""
-    rows = _MOST_ROWS
-    while rows > 1 and rows * in_features // UNIT_IN > _THREADS:
-        rows //= 2
-    return rows
 
 
 def prefill_int8(
@@ -138,38 +103,4 @@ def prefill_int8(
     device = runtime.device(x.device.index)
     if (reason := refusal(shards, device.limits)) is not None:
         raise ValueError(f"int8 products were asked for, but {reason}")
-    step = window_rows(shards)
-    for first in range(0, x.shape[0], step):
-        part = x[first : first + step]
-        launch = plan(shards, part.shape[0], x.shape[1], device.limits, tokens, ranges)
-        _launch(device, launch, part, trellis, suh, svh, bias, shards, out[first : first + step])
-
-
-def _launch(
-    device: runtime.Device,
-    plan: PrefillPlan,
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    shards: tuple[Shard, ...],
-    out: torch.Tensor,
-) -> None:
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
-    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
-    bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    arguments.block_rows = block_rows = quantize_rows(shards[0].in_features)
-    threads = round_up(block_rows * shards[0].in_features // UNIT_IN, _WARP)
-    quantize = device.kernel(QUANTIZE)
-    quantize.allow_shared(held_bytes(_MOST_ROWS, _MOST_IN // _MOST_ROWS))
-    quantize.launch(
-        (-(-x.shape[0] // block_rows), len(shards)),
-        threads,
-        held_bytes(block_rows, shards[0].in_features),
-        stream,
-        [arguments],
-        device.limits.dependent_launch,
-    )
-    launch_products(device, plan, arguments, stream)
+    prefill(x, trellis, suh, svh, bias, shards, out, tokens=tokens, ranges=ranges, int8=True)

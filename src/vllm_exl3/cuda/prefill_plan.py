@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, fields, round_up
 from vllm_exl3.cuda.prefill_cut import Cut, cut
-from vllm_exl3.cuda.prefill_input import InputCut, cut_rows
+from vllm_exl3.cuda.prefill_input import InputCut, cut_int8_rows, cut_rows
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
@@ -21,7 +21,6 @@ __all__ = [
     "FINISH_SHARED",
     "MMA_TILES",
     "TILES",
-    "TRANSFORM",
     "Cut",
     "PrefillArgs",
     "PrefillPlan",
@@ -40,9 +39,6 @@ MMA_TILES = (64, 128)
 
 INT8_TILES = (192, 256)
 """The same for int8: fewer tokens leave the tensor cores waiting for weights to be decoded."""
-
-TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
-"""The kernel that rotates inputs, for every tile."""
 
 FINISH = Instance("prefill_finish.cu", "exl3_prefill_finish")
 """The kernel that ends tiles of which several clusters have parts."""
@@ -92,7 +88,7 @@ class PrefillPlan:
         threads: threads a block of the GEMM.
         shared: its dynamic shared memory in bytes.
         cluster: blocks of a thread block cluster.
-        transform: the launch of the transform.
+        transform: the launch of the kernel that rotates inputs.
         finish: blocks in x and y of the kernel that ends cut tiles; None where no tile is cut.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
@@ -251,7 +247,8 @@ def plan_prefill(
     )
 
     finish = (tiles - chosen.whole_tiles) * chosen_kernel.strip, -(-tokens // _FINISHED_TOKENS)
-    transform = cut_rows(rows, shards[0].in_features, limits)
+    in_features = shards[0].in_features
+    transform = cut_int8_rows(rows, in_features, len(shards)) if int8 else cut_rows(rows, in_features, limits)
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
@@ -270,7 +267,7 @@ def plan_prefill(
         scratch += round_up(size, _ALIGN)
     values = {
         "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": tokens, "in_width": in_width,
-        "in_features": shards[0].in_features, "group": min(group, row_tiles), "whole_tiles": chosen.whole_tiles,
+        "in_features": in_features, "group": min(group, row_tiles), "whole_tiles": chosen.whole_tiles,
         "range_units": range_units, "longer_ranges": longer_ranges, "ranges": chosen.ranges, "stages": stages,
         "weight_bytes": weight_bytes, "strip_blocks": chosen_kernel.strip,
         "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
