@@ -8,7 +8,7 @@
 #pragma once
 #include "fragments.cuh"
 #include "moe_finish.cuh"
-#include "moe_wgmma.cuh"
+#include "wgmma.cuh"
 
 // Starts a product and waits for the one before it. A is complete before it and `words` are read after it.
 template <int ROWS, int WORDS>

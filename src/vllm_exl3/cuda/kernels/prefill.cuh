@@ -8,7 +8,7 @@
 #pragma once
 #include "barrier.cuh"
 #include "prefill_outputs.cuh"
-#include "wgmma_large.cuh"
+#include "wgmma.cuh"
 
 constexpr int PRODUCERS = 128;
 
