@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from vllm_exl3.cuda import linear, runtime
+from vllm_exl3.cuda import dequantize, linear, runtime
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -86,7 +86,7 @@ def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
     device = runtime.device(torch.cuda.current_device())
     wanted = []
     for shards in layers:
-        wanted += [linear.dequantize_instance(shard) for shard in shards]
+        wanted += [dequantize.dequantize_instance(shard) for shard in shards]
         wanted += [
             i
             for form in forms
@@ -114,10 +114,10 @@ def check_every_kind(checks: Checks, seed: int) -> None:
                 if not form.wide:
                     other = linear.linear(x[:rows], *tensors, None, layout, form=form, rotated=True)
                     checks.same(name + " rotated before", other, found)
-        dense = linear.dequantize(*tensors, pack_shards([shard]), True, torch.float16)
+        dense = dequantize.dequantize(*tensors, pack_shards([shard]), True, torch.float16)
         checks.same(f"dequantize rotated {codebook.label} K={half_bits / 2}", dense,
                         decode(tensors[0].view(shard.trellis_shape), half_bits, codebook))  # fmt: skip
-        dense = linear.dequantize(*tensors, pack_shards([shard]), False, torch.float32)
+        dense = dequantize.dequantize(*tensors, pack_shards([shard]), False, torch.float32)
         checks.compare(
             f"dequantize {codebook.label} K={half_bits / 2}", "dequantize", x.double() @ dense.double(), expected
         )

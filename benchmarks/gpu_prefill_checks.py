@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from gpu_linear_checks import HALF_BITS, Checks, exact
 
-from vllm_exl3.cuda import linear, prefill, reconstruct, runtime
+from vllm_exl3.cuda import dequantize, linear, prefill, reconstruct, runtime
 from vllm_exl3.cuda.prefill_input import TRANSFORM
 from vllm_exl3.cuda.prefill_plan import FINISH, MMA_TILES, TILES, plan_prefill
 from vllm_exl3.cuda.timing import random_weights
@@ -49,7 +49,7 @@ def prepare(layers: Iterable[tuple[Shard, ...]], tiles: Iterable[int] = TILES) -
     for shards in layers:
         plans = [plan_prefill(shards, tokens, shards[0].in_features, device.limits, tokens) for tokens in tiles]
         wanted += [plan.instance for plan in plans]
-        wanted += [linear.dequantize_instance(shard) for shard in shards]
+        wanted += [dequantize.dequantize_instance(shard) for shard in shards]
     started = time.perf_counter()
     device.prepare(wanted)
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)

@@ -30,14 +30,14 @@ def unavailable() -> str | None:
 
 
 def _register() -> None:
-    from vllm_exl3.cuda import exllamav3, linear, moe, moe_by_expert, reconstruct
+    from vllm_exl3.cuda import dequantize, exllamav3, linear, moe, moe_by_expert, reconstruct
 
     register_backend(Backend("linear", "cuda", "native", linear.linear, unavailable, linear.prepare))
     register_backend(Backend("linear", "cuda", "exllamav3", exllamav3.linear, exllamav3.unavailable))
     register_backend(Backend("linear", "cuda", "reconstruct", reconstruct.linear, unavailable, reconstruct.prepare))
     register_backend(Backend("moe", "cuda", "native", moe.moe, unavailable, moe.prepare))
     register_backend(Backend("moe", "cuda", "exllamav3", moe_by_expert.moe_exllamav3, exllamav3.unavailable))
-    register_backend(Backend("dequantize", "cuda", "native", linear.dequantize, unavailable))
+    register_backend(Backend("dequantize", "cuda", "native", dequantize.dequantize, unavailable))
 
 
 _register()

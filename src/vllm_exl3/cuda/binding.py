@@ -1,13 +1,15 @@
 """What the launches of linears share: the pointers, strides and dtypes that only a call knows."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm_exl3.cuda.geometry import ShardOffsets
+from vllm_exl3.ops.shards import Shard
 
-__all__ = ["ELEMENTS", "bind"]
+__all__ = ["ELEMENTS", "bind", "check_flat", "flat_sizes"]
 
 ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """``Element`` of types.cuh."""
@@ -51,3 +53,31 @@ def bind(
     arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), ELEMENTS[out.dtype]
     if bias is not None:
         arguments.bias, arguments.bias_type = bias.data_ptr(), ELEMENTS[bias.dtype]
+
+
+@functools.lru_cache(maxsize=4096)
+def flat_sizes(shards: tuple[Shard, ...]) -> tuple[int, int, int, int]:
+    """Elements of the flat trellis, ``suh`` and ``svh`` of some shards, and columns of their output."""
+    return (
+        sum(shard.trellis_words for shard in shards),
+        sum(shard.in_features for shard in shards),
+        sum(shard.out_features for shard in shards),
+        sum(shard.crop_size for shard in shards),
+    )
+
+
+def check_flat(shards: tuple[Shard, ...], trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor) -> None:
+    """Refuse tensors that a kernel would read past the end of, or misread."""
+    words, inputs, outputs, _ = flat_sizes(shards)
+    for name, tensor, dtype, numel in (
+        ("trellis", trellis, torch.int16, words),
+        ("suh", suh, torch.float16, inputs),
+        ("svh", svh, torch.float16, outputs),
+    ):
+        if tensor.dtype != dtype or tensor.numel() != numel or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: found {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, "
+                f"expected contiguous {dtype} of {numel} elements"
+            )
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name}: address {tensor.data_ptr():#x} is not a multiple of 16, which bulk copies need")

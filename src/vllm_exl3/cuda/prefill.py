@@ -116,7 +116,7 @@ def _launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    stream = torch.cuda.current_stream(x.device).cuda_stream
+    stream = runtime.current_stream(x.device.index)
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)

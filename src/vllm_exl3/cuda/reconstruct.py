@@ -13,8 +13,8 @@ import torch
 from vllm_exl3 import env
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.binding import ELEMENTS
+from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import ShardArgs
-from vllm_exl3.cuda.linear import dequantize_instance
 from vllm_exl3.ops.linear import split_shards
 from vllm_exl3.ops.shards import Shard, cached_shards
 from vllm_exl3.pack.stored import BLOCK, TILE

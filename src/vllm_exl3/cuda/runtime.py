@@ -19,7 +19,7 @@ from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.wide import TRANSFORM
 
-__all__ = ["Device", "architecture_of", "build", "cache_folder", "device"]
+__all__ = ["Device", "architecture_of", "build", "cache_folder", "current_stream", "device"]
 
 logger = logging.getLogger(__name__)
 
@@ -154,3 +154,11 @@ class Device:
 def device(index: int) -> Device:
     """The `Device` of a CUDA device index, made once."""
     return Device(index)
+
+
+def current_stream(index: int) -> int:
+    """The handle of torch's current stream of a CUDA device.
+
+    Asked for as Triton does: ``torch.cuda.current_stream`` makes an object, which takes longer than a launch.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(index))
