@@ -1,6 +1,7 @@
 """vLLM's own calls, from the metadata builder to the output, on caches in vLLM's layouts, while requests grow."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from tests.attention.cases import DEVICE, DTYPE, UNPACKED_TOLERANCE, error
 from tests.attention.test_prefill import flash_attention
-from vllm_exl3.attention import dispatch
+from vllm_exl3.attention import dispatch, native
 from vllm_exl3.attention.layout import content_bytes
+from vllm_exl3.attention.notes import note_once, say_once
 from vllm_exl3.attention.reference import attention_reference
 from vllm_exl3.attention.shape import KernelShape
+from vllm_exl3.ops import backends
 from vllm_exl3.serving import kv
+from vllm_exl3.serving.metrics_shared import FALLBACKS
 
 PACK = Path(__file__).parents[1] / "data" / "packs" / "llama_tied-3.0-mul1"
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 64, 16
@@ -154,9 +158,39 @@ def test_other_cache_types_are_vllms_own(vllm_config: Any) -> None:
 
 def test_bidirectional_tokens_go_to_vllms_kernel(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
+    backends.reset_calls()
     monkeypatch.setattr(kv.TritonAttentionImpl, "forward", lambda self, *arguments: called.append(arguments))
     with implementation(vllm_config) as impl:
         meta = SimpleNamespace(causal=True, rswa_prefix_lens=None, mm_prefix_range_tensor=torch.zeros(1, 1, 2))
         x = torch.zeros(1, HEADS, SIZE, device=DEVICE)
         impl.forward("layer", x, x, x, "cache", meta, x)
     assert called[0][0] == "layer" and called[0][5] is meta
+    assert backends.calls() == {("int4_attention", "vllm", "Attention"): 1} and "vllm" in FALLBACKS
+
+
+@pytest.mark.parametrize(
+    ("cut", "reason", "level"),
+    [
+        ("32,2,16", "as the settings ask", logging.INFO),
+        ("auto", "cuda:0 has no compiler", logging.WARNING),
+    ],
+)
+def test_a_layer_that_the_cuda_kernels_do_not_decode_is_said(
+    cut: str,
+    reason: str,
+    level: int,
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_INT4_DECODE", cut)
+    monkeypatch.setattr(native, "unavailable", lambda device: "cuda:0 has no compiler")
+    say_once.cache_clear()
+    note_once.cache_clear()
+    x = torch.ones(1, HEADS, SIZE, dtype=DTYPE, device=DEVICE)
+    with caplog.at_level(logging.INFO, "vllm.exl3"):
+        for _ in range(2):  # layers
+            with implementation(vllm_config) as impl:
+                impl.forward(None, x, x, x, None, None, x)
+    said = [record for record in caplog.records if "Triton kernel decodes" in record.getMessage()]
+    assert [record.levelno for record in said] == [level] and said[0].getMessage().endswith(f"CUDA kernels: {reason}")

@@ -8,7 +8,7 @@ import torch
 from tests.attention.cases import DEVICE, DTYPE, UNPACKED_TOLERANCE, Case, build, error
 from tests.attention.test_prefill import flash_attention
 from vllm_exl3 import env
-from vllm_exl3.attention import dispatch, native
+from vllm_exl3.attention import decode, dispatch
 from vllm_exl3.attention.dispatch import HostBatch, Int4Attention, Settings, sort_requests
 from vllm_exl3.attention.shape import KernelShape, parse_decode_shape, parse_prefill_shape
 
@@ -32,7 +32,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long means 32 earlier tokens, or 64 query tokens times 80."""
     monkeypatch.setattr(dispatch, "_MIDDLE_CONTEXT", 32)
     monkeypatch.setattr(dispatch, "_LONG_WORK", 64.0 * 80)
-    monkeypatch.setattr(dispatch, "_multiprocessors", lambda device: 8)
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 8)
 
 
 MIXED = Case((70, 90, 60, 25, 130), (1, 66, 11, 18, 3), 3, 1, 64, 16)
@@ -63,34 +63,6 @@ def test_a_mixed_batch(known: bool, flash: bool, invariant: bool, window: int) -
         66, batch, flash_attention if flash else None,
     )  # fmt: skip
     assert error(problem.output, expected) <= UNPACKED_TOLERANCE
-
-
-def test_decoding_is_cut_by_what_a_graph_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_multiprocessors", lambda device: 132)
-    layer = Int4Attention(24, 4, 256, 0.1, 0, 0.0, Settings(None, None, True, False))
-    device = torch.device("cpu")
-    segments = [layer.decode_config(requests, 1, device).segments for requests in (1, 2, 8, 32, 128, 1024)]
-    assert segments == [64, 32, 16, 4, 1, 1]
-    invariant = dataclasses.replace(layer, settings=Settings(None, None, True, True))
-    assert len({invariant.decode_config(requests, 1, device) for requests in (1, 8, 512)}) == 1
-    asked = dataclasses.replace(layer, settings=Settings(parse_decode_shape("64,4,32"), None, True, False))
-    assert {asked.decode_config(requests, 2, device) for requests in (1, 512)} == {
-        dispatch.Config(64, 4, 32, asked.decode_config(1, 2, device).stages)
-    }
-
-
-def test_what_keeps_the_cuda_kernels_from_decoding_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, device = Int4Attention(6, 2, 64, 0.125, 0, 0.0, Settings(None, None, True, False)), torch.device("cpu")
-    assert layer.triton_decodes(device) == "cpu is no NVIDIA GPU"
-    assert LAYER.triton_decodes(device) == "as the settings ask"
-    assert dataclasses.replace(layer, head_size=96).triton_decodes(device) == "heads of 96"
-    monkeypatch.setattr(native, "unavailable", lambda device: None)
-    assert layer.triton_decodes(device) is None
-    query, odd = torch.zeros(4, 6, 64), torch.zeros(1 + 4 * 6 * 64, dtype=torch.float16)[1:].view(4, 6, 64)
-    assert native.unserved(16, query, query, None) is None and native.unserved(528, query, query, None) is None
-    assert native.unserved(24, query, query, None) == "pages of 24 tokens"
-    assert native.unserved(16, query.double(), query, None) == "queries of torch.float64"
-    assert native.unserved(16, odd, query, None) == "queries at odd places"
 
 
 def test_flash_attention_is_for_whole_contexts_and_heads_to_256() -> None:
@@ -142,6 +114,9 @@ def test_the_variables_and_their_aliases(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("VLLM_EXL3_INT4_DECODE", "64,4,24")
     with pytest.raises(ValueError, match="VLLM_EXL3_INT4_DECODE='64,4,24': segments is '24'"):
         Settings.from_environment(False)
+    assert env.INT4_KV.get()
+    monkeypatch.setenv("VLLM_QUANTPACK_INT4_KV", "0")
+    assert not env.INT4_KV.get()
     monkeypatch.setenv("VLLM_EXL3_INT4_KV", "maybe")
     with pytest.raises(ValueError, match="VLLM_EXL3_INT4_KV"):
         env.INT4_KV.get()

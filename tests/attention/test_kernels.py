@@ -30,7 +30,7 @@ def attend(problem: Problem, max_query: int, config: Config) -> None:
     """Fill the output, with scratch full of NaN."""
     problem.output.fill_(torch.nan)
     elements = partial_elements(
-        problem.requests, problem.kv_heads, problem.group, problem.query.shape[2], max_query, config.segments
+        problem.requests, problem.kv_heads, problem.group, problem.query.shape[2], max_query, config
     )
     attend_segments(problem, max_query, config, torch.full((elements,), torch.nan, device=DEVICE))
 

@@ -61,3 +61,24 @@ def test_decoding(kernels: ctypes.CDLL, kernel: int, rows: int, chunk: int, case
         problem.output.fill_(torch.nan)
         run(kernels, kernel, chunk, problem, cut, segments)
         assert error(problem.output[: expected.shape[0]], expected) <= 1e-3
+
+
+def test_bits_of_a_token_depend_on_it_alone(kernels: ctypes.CDLL) -> None:
+    """In batches that are cut so: not on other requests, the longest query, or the drafts beside it."""
+    case = dataclasses.replace(PLAIN, lengths=(66, 200, 9), counts=(3, 5, 1), window=150, sinks=True)
+    problem, expected = build(case, "cpu", torch.float32)
+    problem.query[::2] *= 1e5  # their neighbours would be subnormal, if they had a unit in common
+    run(kernels, 0, 16, problem, cut_of(6, 5, 64, 227 << 10, apart=True), 4)
+    together = problem.output.clone()
+    assert not together[: expected.shape[0]].isnan().any()
+    starts = problem.starts.tolist()
+    for row, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
+        for first, last in ((0, count), (0, 1), (count - 1, count)):
+            part = dataclasses.replace(
+                problem.of_request(row),
+                starts=torch.tensor([starts[row] + first, starts[row] + last], dtype=torch.int32),
+                lengths=torch.tensor([length - count + last], dtype=torch.int32),
+            )
+            run(kernels, 0, 16, part, cut_of(6, last - first, 64, 227 << 10, apart=True), 4)
+            tokens = slice(starts[row] + first, starts[row] + last)
+            assert torch.equal(problem.output[tokens], together[tokens]), (row, first, last)

@@ -130,16 +130,28 @@ def test_graphs_replay_other_lengths() -> None:
     assert error(problem.output[: reference.shape[0]], reference) <= 3e-3
 
 
-def test_batch_invariance() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_batch_invariance(native: bool) -> None:
+    """A request's bits, alone and in batches, with drafts and without."""
     cache, table = cache_of(30000, 4)
-    query = torch.randn(7, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
-    layer = dataclasses.replace(LAYER, settings=dataclasses.replace(SETTINGS, batch_invariant=True))
-    alone = attend(layer, query[:1], cache, table, 30000)
-    lengths = torch.tensor([30000, 100, 2000, 9, 7777, 1, 25000], dtype=torch.int32, device="cuda")
-    output = torch.full_like(query, torch.nan)
-    starts = torch.arange(8, dtype=torch.int32, device="cuda")
-    layer(query, cache, table.expand(7, -1).contiguous(), lengths, starts, output, None, 1, None, None)
-    assert torch.equal(output[:1], alone)
+    settings = dataclasses.replace(SETTINGS, batch_invariant=True, native=native)
+    layer = dataclasses.replace(LAYER, settings=settings)
+    query = torch.randn(40, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
+    query[1::2] *= 1e-3
+    alone = attend(layer, query[:4], cache, table, 30000)
+    for token in range(4):
+        single = attend(layer, query[token : token + 1], cache, table, 29997 + token)
+        assert torch.equal(single[0], alone[token]), token
+    for counts in ((4, 1, 1, 1, 1, 1, 1), (4, 8, 5, 2, 7, 1, 6), (4, 20, 1, 8, 1, 1, 3)):
+        lengths = [30000, 100, 2000, 9, 7777, 1, 25000]
+        lengths = [max(pair) for pair in zip(lengths, counts, strict=True)]
+        starts = [sum(counts[:index]) for index in range(8)]
+        there = [torch.tensor(values, dtype=torch.int32, device="cuda") for values in (lengths, starts)]
+        output = torch.full_like(query, torch.nan)
+        batch = sort_requests(starts, lengths) if max(counts) > 8 else None
+        rows = table.expand(7, -1).contiguous()
+        layer(query[: starts[-1]], cache, rows, *there, output, None, max(counts), batch, flash_attention())
+        assert torch.equal(output[:4], alone), counts
 
 
 def test_vllms_writer_and_ours_agree() -> None:

@@ -20,25 +20,18 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_exl3 import env
-from vllm_exl3.attention import native
 from vllm_exl3.attention.attend import LONG_QUERY
-from vllm_exl3.attention.launch import Config, Problem, attend_segments, attend_whole, partial_elements, rows_of
+from vllm_exl3.attention.decode import DECODE_QUERY, Decoder, multiprocessors
+from vllm_exl3.attention.launch import Config, Problem, attend_whole
 from vllm_exl3.attention.prefill import FlashAttention, PrefillPlan, attend_long, plan_prefill
-from vllm_exl3.attention.shape import KernelShape, measured_decode_shape, measured_prefill_shape
+from vllm_exl3.attention.settings import Settings
+from vllm_exl3.attention.shape import measured_prefill_shape
 
 __all__ = ["DECODE_QUERY", "HostBatch", "Int4Attention", "Settings", "sort_requests"]
 
-DECODE_QUERY = 8
-"""Most query tokens of a request that decodes."""
 _MIDDLE_CONTEXT = 8192
 _LONG_WORK = float(1 << 19)
 """64 query tokens over 8192: from there on FlashAttention repays unpacking."""
-_INVARIANT_SEGMENTS = 4
-"""Few, since the scratch of a large batch has as many parts."""
-_MOST_SEGMENTS = 128
-_WARPS_A_MULTIPROCESSOR = 8
-"""As many as run at once, at 255 registers a thread."""
 _FLASH_HEAD_SIZE = 256
 _LONG_QUERY = LONG_QUERY.value
 
@@ -85,39 +78,6 @@ def sort_requests(starts: Sequence[int], lengths: Sequence[int]) -> HostBatch:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the user set.
-
-    Attributes:
-        decode: how decoding is cut; None takes what was measured.
-        prefill: how Triton prefill is cut; None takes what was measured.
-        flash_prefill: whether FlashAttention may prefill.
-        batch_invariant: whether a request's bits must not depend on the rest of its batch.
-        native: whether CUDA kernels may decode; they do not where the user set ``decode``.
-    """
-
-    decode: KernelShape | None
-    prefill: KernelShape | None
-    flash_prefill: bool
-    batch_invariant: bool
-    native: bool = True
-
-    @classmethod
-    def from_environment(cls, batch_invariant: bool) -> "Settings":
-        """The environment variables' values.
-
-        Raises:
-            ValueError: one is set to something it does not take.
-        """
-        return cls(env.INT4_DECODE.get(), env.INT4_TILES.get(), env.INT4_FA_PREFILL.get(), batch_invariant)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@dataclass(frozen=True)
 class Int4Attention:
     """One layer's attention over the int4 cache.
 
@@ -139,29 +99,10 @@ class Int4Attention:
     soft_cap: float
     settings: Settings
 
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.heads // self.kv_heads
-
-    def decode_config(self, requests: int, max_query: int, device: torch.device) -> Config:
-        """How decoding is cut; depends on nothing that changes between replays of a graph."""
-        rows, block_q, head_blocks = rows_of(self.group, max_query)
-        programs = requests * -(-max_query // block_q) * self.kv_heads * head_blocks
-        # Where a request's bits must not depend on its batch, neither may the cut.
-        shape = self.settings.decode or measured_decode_shape(
-            rows, self.head_size, 0 if self.settings.batch_invariant else programs
-        )
-        if shape.segments is not None:
-            segments = shape.segments
-        elif self.settings.batch_invariant:
-            segments = _INVARIANT_SEGMENTS
-        else:
-            wanted = _multiprocessors(device) * _WARPS_A_MULTIPROCESSOR / (shape.warps * programs)
-            segments = 1
-            while segments < _MOST_SEGMENTS and 2 * segments <= wanted:
-                segments *= 2
-        return Config(shape.tile, shape.warps, segments, shape.stages)
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        """What serves requests of few query tokens."""
+        return Decoder(self.heads // self.kv_heads, self.kv_heads, self.head_size, self.settings)
 
     def prefill_config(self) -> tuple[Config, int]:
         """How Triton prefill is cut, and its rows."""
@@ -176,41 +117,14 @@ class Int4Attention:
         if self.head_size > _FLASH_HEAD_SIZE:
             return None
         apart = output.dtype != torch.bfloat16
-        return plan_prefill(self.heads, self.kv_heads, self.head_size, _multiprocessors(output.device), apart)
+        return plan_prefill(self.heads, self.kv_heads, self.head_size, multiprocessors(output.device), apart)
 
     def reserve(self, max_requests: int, output: torch.Tensor) -> None:
         """Allocate as much as any batch may need, and free it: a memory profile then counts it."""
-        sizes = [4 * self._scratch_elements(count, output.device) for count in range(1, max_requests + 1)]
+        sizes = [4 * self.decoder.scratch_elements(max_requests, output.device)]
         if (plan := self.flash_plan(output)) is not None:
             sizes.append(plan.nbytes)
         torch.empty(max(sizes), dtype=torch.uint8, device=output.device)
-
-    def prepare(self, device: torch.device) -> None:
-        """Compile what may decode this layer, so that no request waits for a compiler."""
-        if self.triton_decodes(device) is None:
-            native.prepare(device, self.head_size, self.group)
-
-    def triton_decodes(self, device: torch.device) -> str | None:
-        """Why the Triton kernel decodes this layer rather than the CUDA kernels, in words, or None."""
-        if self.settings.decode is not None or not self.settings.native:
-            return "as the settings ask"
-        if self.head_size not in native.SIZES:
-            return f"heads of {self.head_size}"
-        return native.unavailable(device)
-
-    def _scratch_elements(self, requests: int, device: torch.device) -> int:
-        elements = 0
-        if self.triton_decodes(device) is None:
-            cut = native.cut_on(device, self.group, DECODE_QUERY, self.head_size)
-            elements = cut.scratch_elements(requests, self.kv_heads, self._native_segments(cut, requests, device))
-        config = self.decode_config(requests, DECODE_QUERY, device)
-        triton = partial_elements(requests, self.kv_heads, self.group, self.head_size, DECODE_QUERY, config.segments)
-        return max(elements, triton)
-
-    def _native_segments(self, cut: native.NativeCut, requests: int, device: torch.device) -> int:
-        if self.settings.batch_invariant:
-            return _INVARIANT_SEGMENTS
-        return cut.segments(requests, self.kv_heads, _multiprocessors(device))
 
     def __call__(
         self,
@@ -241,18 +155,18 @@ class Int4Attention:
         """
         problem = Problem(query, cache, table, lengths, starts, output, self.scale, self.window, self.soft_cap, sinks)
         if max_query <= DECODE_QUERY:
-            self._attend_segments(problem, max_query)
+            self.decoder.attend(problem, max_query)
             return
         plan = self.flash_plan(output) if flash_attention is not None else None
         if batch is None or self.window or self.settings.batch_invariant:
-            self._attend_segments(problem, DECODE_QUERY)
+            self.decoder.attend(problem, DECODE_QUERY)
             config, rows = self.prefill_config()
             attend_whole(problem, config, rows, DECODE_QUERY + 1)
             return
         if batch.decode_query:
-            self._attend_segments(problem, _next_power_of_two(batch.decode_query))
+            self.decoder.attend(problem, _next_power_of_two(batch.decode_query))
         for row, first, last, _ in batch.middle:
-            self._attend_segments(problem.of_request(row), _next_power_of_two(last - first))
+            self.decoder.attend(problem.of_request(row), _next_power_of_two(last - first))
         if batch.others or (batch.long and plan is None):
             config, rows = self.prefill_config()
             skip = (_MIDDLE_CONTEXT, _LONG_WORK if plan is not None else math.inf)
@@ -261,23 +175,6 @@ class Int4Attention:
             assert flash_attention is not None
             scratch = [torch.empty(shape, dtype=dtype, device=query.device) for shape, dtype in plan.shapes]
             attend_long(problem, batch.long, plan, scratch, flash_attention)
-
-    def _attend_segments(self, problem: Problem, max_query: int) -> None:
-        device, page = problem.query.device, problem.cache.shape[2]
-        if not (self.triton_decodes(device) or native.unserved(page, problem.query, problem.output, problem.sinks)):
-            cut = native.cut_on(device, self.group, max_query, self.head_size)
-            segments = self._native_segments(cut, problem.requests, device)
-            elements = cut.scratch_elements(problem.requests, self.kv_heads, segments)
-            native.attend(problem, max_query, cut, segments, torch.empty(elements, dtype=torch.float32, device=device))
-            return
-        config = self.decode_config(problem.requests, max_query, device)
-        scratch = None
-        if config.segments > 1:
-            elements = partial_elements(
-                problem.requests, self.kv_heads, self.group, self.head_size, max_query, config.segments
-            )
-            scratch = torch.empty(elements, dtype=torch.float32, device=device)
-        attend_segments(problem, max_query, config, scratch)
 
 
 def _next_power_of_two(value: int) -> int:

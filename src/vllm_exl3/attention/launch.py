@@ -31,6 +31,7 @@ class Config:
         segments: parts of the context, each a program; their results are merged.
         stages: of the software pipeline; page numbers take half of them.
         registers: most of a thread, so that more programs share a multiprocessor; 0 leaves it to the compiler.
+        apart: whether a program takes one query token, so that nothing of it depends on the others.
     """
 
     tile: int
@@ -38,6 +39,7 @@ class Config:
     segments: int
     stages: int
     registers: int = 0
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,18 @@ class Problem:
         """Query heads that share a KV head."""
         return self.query.shape[1] // self.kv_heads
 
-    def of_request(self, row: int) -> "Problem":
-        """The same for one request alone."""
+    def of_requests(self, first: int, end: int) -> "Problem":
+        """The same for the requests ``first`` to ``end - 1`` alone."""
         return replace(
             self,
-            table=self.table[row : row + 1],
-            lengths=self.lengths[row : row + 1],
-            starts=self.starts[row : row + 2],
+            table=self.table[first:end],
+            lengths=self.lengths[first:end],
+            starts=self.starts[first : end + 1],
         )
+
+    def of_request(self, row: int) -> "Problem":
+        """The same for one request alone."""
+        return self.of_requests(row, row + 1)
 
 
 def rows_of(group: int, max_query: int, most: int = 32) -> tuple[int, int, int]:
@@ -101,11 +107,11 @@ def rows_of(group: int, max_query: int, most: int = 32) -> tuple[int, int, int]:
     return rows, min(max_query, rows // group), 1
 
 
-def partial_elements(requests: int, kv_heads: int, group: int, head_size: int, max_query: int, segments: int) -> int:
+def partial_elements(requests: int, kv_heads: int, group: int, head_size: int, max_query: int, config: Config) -> int:
     """float32 elements of scratch that `attend_segments` needs."""
-    rows, block_q, head_blocks = rows_of(group, max_query)
+    rows, block_q, head_blocks = rows_of(group, 1 if config.apart else max_query)
     programs = requests * -(-max_query // block_q) * kv_heads * head_blocks
-    return programs * segments * rows * (_padded(head_size) + 2)
+    return programs * config.segments * rows * (_padded(head_size) + 2)
 
 
 def attend_segments(problem: Problem, max_query: int, config: Config, scratch: torch.Tensor | None) -> None:
@@ -117,7 +123,7 @@ def attend_segments(problem: Problem, max_query: int, config: Config, scratch: t
         config: how to cut.
         scratch: float32, at least `partial_elements`; not needed for one segment.
     """
-    rows, block_q, head_blocks = rows_of(problem.group, max_query)
+    rows, block_q, head_blocks = rows_of(problem.group, 1 if config.apart else max_query)
     q_blocks = problem.requests * -(-max_query // block_q)
     partial = stats = problem.output
     if config.segments > 1:

@@ -99,9 +99,9 @@ def unserved(page: int, query: torch.Tensor, output: torch.Tensor, sinks: torch.
     return None
 
 
-def cut_on(device: torch.device, group: int, max_query: int, size: int) -> NativeCut:
+def cut_on(device: torch.device, group: int, max_query: int, size: int, apart: bool = False) -> NativeCut:
     """`native_cut.cut_of` for a device."""
-    return cut_of(group, max_query, size, runtime.device(_index(device)).limits.shared_memory)
+    return cut_of(group, max_query, size, runtime.device(_index(device)).limits.shared_memory, apart)
 
 
 def prepare(device: torch.device, size: int, group: int) -> None:

@@ -1,7 +1,7 @@
 """How decoding over the int4 KV cache is cut for the CUDA kernels: arithmetic on shapes, without a GPU."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_exl3.attention.layout import content_bytes
 from vllm_exl3.cuda.compiler import Instance
@@ -102,7 +102,7 @@ def _shared_bytes(size: int, rows: int, stages: int, held: bool) -> int:
 
 
 @functools.cache
-def cut_of(group: int, max_query: int, size: int, shared_memory: int) -> NativeCut:
+def cut_of(group: int, max_query: int, size: int, shared_memory: int, apart: bool = False) -> NativeCut:
     """Rows and blocks for requests of at most ``max_query`` query tokens.
 
     Args:
@@ -110,7 +110,10 @@ def cut_of(group: int, max_query: int, size: int, shared_memory: int) -> NativeC
         max_query: most query tokens of a request.
         size: of a head.
         shared_memory: bytes that a block may use.
+        apart: whether a block takes one query token, so that nothing of it depends on the others.
     """
+    if apart:
+        return replace(cut_of(group, 1, size, shared_memory), query_blocks=max_query)
     most = 32 if size <= 256 else 16
     if group > most:
         rows, tokens, query_blocks, head_blocks = most, 1, max_query, -(-group // most)

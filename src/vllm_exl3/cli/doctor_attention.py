@@ -39,7 +39,7 @@ def compare_attention(device: "torch.device", dtype: "torch.dtype") -> str:
         if not (error := _error(stored, rotate(rows.double()).transpose(1, 2))) <= _CODED:
             raise RuntimeError(f"written keys and values: error {error:.2e}")
     layer = Int4Attention(_HEADS, _KV_HEADS, _SIZE, _SIZE**-0.5, 0, 0.0, Settings(None, None, True, False))
-    layer.prepare(device)
+    layer.decoder.prepare(device)
     lengths = torch.tensor(_LENGTHS, dtype=torch.int32, device=device)
     worst = 0.0
     for count in _COUNTS:

@@ -21,11 +21,14 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from vllm_exl3.attention.decode import AS_ASKED
 from vllm_exl3.attention.dispatch import DECODE_QUERY, HostBatch, Int4Attention, Settings, sort_requests
 from vllm_exl3.attention.layout import content_bytes, rotation_block
+from vllm_exl3.attention.notes import note_once, say_once
 from vllm_exl3.attention.prefill import FlashAttention
 from vllm_exl3.attention.rotation import device_signs
 from vllm_exl3.attention.write import write_tokens
+from vllm_exl3.ops.backends import count_call
 from vllm_exl3.serving.kv_contract import mismatches
 
 __all__ = ["Backend", "Int4AttentionBackend", "Int4AttentionImpl", "Int4MetadataBuilder"]
@@ -52,7 +55,7 @@ def host_batch(common: CommonAttentionMetadata) -> HostBatch | None:
         return None
     lengths = common.seq_lens_cpu_upper_bound
     if lengths is None:
-        _say_once("vLLM does not give this batch's lengths on the host: int4 prefill stays on the Triton kernel")
+        say_once("vLLM does not give this batch's lengths on the host: int4 prefill stays on the Triton kernel")
         return None
     requests = common.num_reqs
     return sort_requests(common.query_start_loc_cpu[: requests + 1].tolist(), lengths[:requests].tolist())
@@ -73,7 +76,7 @@ class Int4AttentionImpl(TritonAttentionImpl):
                 "take --kv-cache-dtype fp8 or auto."
             )
         if self.alibi_slopes is not None:
-            _say_once("ALiBi: vLLM's own int4 attention serves these layers (inexact over long contexts, and slow)")
+            say_once("ALiBi: vLLM's own int4 attention serves these layers (inexact over long contexts, and slow)")
             return
         config = get_current_vllm_config()
         self._max_requests = config.scheduler_config.max_num_seqs
@@ -86,7 +89,7 @@ class Int4AttentionImpl(TritonAttentionImpl):
             soft_cap=float(self.logits_soft_cap),
             settings=Settings.from_environment(envs.VLLM_BATCH_INVARIANT),
         )
-        _note_once("the int4 KV cache is served by this package's attention (docs/kv-cache.md)")
+        note_once("the int4 KV cache is served by this package's attention (docs/kv-cache.md)")
 
     def _unsupported(self) -> str | None:
         if self.head_size % 8:
@@ -132,9 +135,10 @@ class Int4AttentionImpl(TritonAttentionImpl):
             )
         if attn_metadata is None:
             device_signs(rotation_block(self.head_size), query.device)
-            if (reason := int4.triton_decodes(query.device)) is not None:
-                _note_once(f"the Triton kernel decodes over the int4 KV cache, not the CUDA kernels: {reason}")
-            int4.prepare(query.device)
+            if (reason := int4.decoder.triton_decodes(query.device)) is not None:
+                say = note_once if reason == AS_ASKED else say_once
+                say(f"the Triton kernel decodes over the int4 KV cache, not the CUDA kernels: {reason}")
+            int4.decoder.prepare(query.device)
             int4.reserve(self._max_requests, output)
             return output.fill_(0)
         if not isinstance(attn_metadata.causal, bool) or not attn_metadata.causal:
@@ -145,7 +149,8 @@ class Int4AttentionImpl(TritonAttentionImpl):
         if attn_metadata.rswa_prefix_lens is not None:
             raise NotImplementedError(f"--kv-cache-dtype {_MODE} does not serve reference sliding-window attention")
         if attn_metadata.mm_prefix_range_tensor is not None:
-            _say_once("bidirectional image tokens: vLLM's own int4 attention serves such batches")
+            say_once("bidirectional image tokens: vLLM's own int4 attention serves such batches")
+            count_call("int4_attention", "vllm", "Attention")
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
         self._check_cache(kv_cache)
         tokens = attn_metadata.num_actual_tokens
@@ -213,13 +218,13 @@ def flash_attention() -> FlashAttention | None:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
         from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
     except ImportError as error:
-        _say_once(f"FlashAttention does not load ({error}): int4 prefill stays on the Triton kernel")
+        say_once(f"FlashAttention does not load ({error}): int4 prefill stays on the Triton kernel")
         return None
     version = get_flash_attn_version()
     if version == 4 and is_fa_version_supported(2):
         version = 2  # the fourth takes other arguments
     if version not in (2, 3):
-        _say_once(f"FlashAttention is version {version}, not 2 or 3: int4 prefill stays on the Triton kernel")
+        say_once(f"FlashAttention is version {version}, not 2 or 3: int4 prefill stays on the Triton kernel")
         return None
 
     def attend(
@@ -251,16 +256,6 @@ def flash_attention() -> FlashAttention | None:
         return lse
 
     return attend
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning("vllm-exl3: %s", text)
-
-
-@functools.cache
-def _note_once(text: str) -> None:
-    logger.info("vllm-exl3: %s", text)
 
 
 def _backend() -> type[TritonAttentionBackend]:

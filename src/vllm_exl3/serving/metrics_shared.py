@@ -23,8 +23,9 @@ __all__ = [
     "summed",
 ]
 
-FALLBACKS = ("reference", "reconstruct")
-"""Backends that serve what no kernel of this package serves here."""
+FALLBACKS = ("reference", "reconstruct", "triton", "vllm")
+"""Backends that serve what this package's fastest kernels do not: plain PyTorch, dense weights; over the int4 KV cache,
+the Triton kernel that decodes in place of the CUDA kernels, and vLLM's own attention."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ CALLS = _Metric(
     ("op", "backend", "layer_class"),
 )
 FALLBACK_CALLS = _Metric(
-    "vllm:exl3_fallback_calls", "Executions of EXL3 ops that no kernel of this package served.", ("op",)
+    "vllm:exl3_fallback_calls", "Executions of EXL3 ops that this package's fastest kernels did not serve.", ("op",)
 )
 WEIGHT_BYTES = _Metric("vllm:exl3_weight_bytes", "Bytes of EXL3 weights over all ranks.", ("kind",))
 KV_TYPES = _Metric("vllm:exl3_kv_cache_dtype_info", "The KV cache's type.", ("dtype",))
