@@ -1,4 +1,7 @@
-"""A small K-EXAONE without experts, whose draft layer (MTP) is EXL3, in 16 bits, or not stored."""
+"""A small K-EXAONE without experts, whose draft layer (MTP) is EXL3, in 16 bits, or not stored.
+
+Scales are those of a trained model: what a linear gives is about as large as what it takes, so that float16 will do.
+"""
 
 import json
 from pathlib import Path
@@ -16,10 +19,12 @@ def write_mtp_pack(folder: Path, draft: str) -> Path:
 
     Args:
         folder: where to.
-        draft: ``exl3``, ``dense``, ``mixed`` (attention EXL3, MLP in 16 bits) or ``absent``.
+        draft: ``exl3``, ``dense``, ``mixed`` (attention EXL3, MLP in 16 bits), ``absent``, or ``foreseeing``: EXL3
+            but for the projection of its input, which passes the embedding on. Since layers add very little to it
+            in such a pack, the head makes of it what the model itself will: drafts are accepted.
     """
     config = {
-        "architectures": ["ExaoneMoEForCausalLM"],
+        "architectures": ["ExaoneMoeForCausalLM"],  # the spelling that every supported release knows
         "model_type": "exaone_moe",
         "hidden_size": HIDDEN,
         "intermediate_size": MLP,
@@ -32,6 +37,10 @@ def write_mtp_pack(folder: Path, draft: str) -> Path:
         "mlp_layer_types": ["dense"] * LAYERS,
         "first_k_dense_replace": LAYERS,
         "num_nextn_predict_layers": 1,
+        # vLLM 0.30 and 0.31 read these without asking whether they are there
+        "sliding_windows": None,
+        "mtp_layer_types": ["full_attention"],
+        "mtp_sliding_windows": None,
         "tie_word_embeddings": False,
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -42,10 +51,15 @@ def write_mtp_pack(folder: Path, draft: str) -> Path:
     for layer in range(LAYERS):
         tensors |= _layer(f"model.layers.{layer}", "exl3")
     tensors["model.norm.weight"] = ("F16", np.ones(HIDDEN))
-    tensors |= linear("lm_head", HIDDEN, VOCABULARY, bits=6)
+    tensors |= _stored("lm_head", HIDDEN, VOCABULARY, "exl3", bits=6)
     if draft != "absent":
         tensors |= _layer("mtp.layers.0", draft)
         tensors |= _stored("mtp.fc", 2 * HIDDEN, HIDDEN, draft)
+    if draft == "foreseeing":
+        tensors = {name: spec for name, spec in tensors.items() if not name.startswith("mtp.fc.")}
+        tensors["mtp.fc.weight"] = ("F32", np.eye(HIDDEN, 2 * HIDDEN))
+        for name in [name for name in tensors if name.endswith(("o_proj.svh", "down_proj.svh"))]:
+            tensors[name] = ("F16", tensors[name][1] / 64)
         for name in ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"):
             tensors[f"{name}.weight"] = ("F16", np.ones(HIDDEN))
     Draft(tensors, config).write(folder)
@@ -75,6 +89,7 @@ def _layer(prefix: str, kind: str) -> dict[str, Spec]:
     return tensors
 
 
-def _stored(key: str, inputs: int, outputs: int, kind: str) -> dict[str, Spec]:
-    exl3 = linear(key, inputs, outputs)
+def _stored(key: str, inputs: int, outputs: int, kind: str, bits: float = 3) -> dict[str, Spec]:
+    exl3 = linear(key, inputs, outputs, bits=bits)
+    exl3[f"{key}.svh"] = ("F16", exl3[f"{key}.svh"][1] / (1.7 * inputs**0.5))
     return exl3 if kind != "dense" else {f"{key}.weight": ("F32", dense_weight_of(exl3, key))}

@@ -11,7 +11,8 @@ from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_rank
 
 pytestmark = pytest.mark.slow
 
-QWEN = "qwen3_moe-3.0-mul1"
+QWEN, MIXTRAL = "qwen3_moe-3.0-mul1", "mixtral-4.0-3inst"
+"""Experts of one block of 128 channels, and of three."""
 
 
 def test_ranks_that_do_not_read_others_experts() -> None:
@@ -22,10 +23,10 @@ def test_ranks_that_do_not_read_others_experts() -> None:
     assert generate_on_two_ranks(PACKS / QWEN, **options) == alone
 
 
-@pytest.mark.parametrize("expert_parallel", [True, False])
-def test_two_replicas_give_one_s_tokens(expert_parallel: bool) -> None:
-    """Without expert parallelism, both hold half of every expert. One has a prompt more, and the other waits for it."""
-    with engine(PACKS / QWEN) as llm:
+@pytest.mark.parametrize(("name", "expert_parallel"), [(QWEN, True), (MIXTRAL, True), (MIXTRAL, False)])
+def test_two_replicas_give_one_s_tokens(name: str, expert_parallel: bool) -> None:
+    """Without expert parallelism, both hold part of every expert. One has a prompt more, and the other waits for it."""
+    with engine(PACKS / name) as llm:
         alone = generate(llm, PROMPTS, 24)
     options = {"data_parallel_size": 2, "enable_expert_parallel": expert_parallel}
-    assert generate_on_two_ranks(PACKS / QWEN, **options) == alone
+    assert generate_on_two_ranks(PACKS / name, **options) == alone

@@ -7,18 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import LLM
+from vllm.compilation.backends import split_graph
+from vllm.config import CompilationConfig
 
 from tests.serving.conftest import PACKS
 from tests.serving.dense_twin import write_dense_twin
 from tests.serving.engine import PROMPTS, engine, generate, model_of
 from tests.serving.mtp_pack import write_mtp_pack
+from tests.serving.sampling import lend_kernels
 from vllm_exl3 import runtime_diagnostics
 
 pytestmark = pytest.mark.slow
 
 ODD, TIED = PACKS / "llama_odd-4.0-mul1", PACKS / "llama_tied-2.0-mcg"
 TOKENS = 24
+MTP = {"disable_log_stats": False, "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+
+lend_kernels()
 
 
 def plain(pack: Path) -> list[list[int]]:
@@ -71,6 +78,8 @@ def test_a_draft_of_other_bits_changes_no_token() -> None:
 NGRAM = """
 import sys
 from tests.serving.engine import PROMPTS, engine, generate
+from tests.serving.sampling import lend_kernels
+lend_kernels()
 found = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 with engine(sys.argv[1], speculative_config=found) as llm:
     print("TOKENS", generate(llm, PROMPTS, 24), flush=True)
@@ -89,7 +98,7 @@ def test_ngrams_change_no_token() -> None:
 def test_a_draft_layer_is_served_as_it_is_stored(draft: str, method: str, tmp_path: Path) -> None:
     pack = write_mtp_pack(tmp_path / draft, draft)
     expected = plain(pack)
-    with engine(pack, speculative_config={"method": "mtp", "num_speculative_tokens": 1}) as llm:
+    with engine(pack, **MTP) as llm:
         assert generate(llm, PROMPTS, TOKENS) == expected
         methods = draft_methods(llm)
     assert {methods[name] for name in methods if name.startswith("model.layers.0")} == {method}
@@ -99,11 +108,52 @@ def test_a_draft_layer_is_served_as_it_is_stored(draft: str, method: str, tmp_pa
 def test_each_module_of_a_draft_layer_is_decided_by_itself(tmp_path: Path) -> None:
     pack = write_mtp_pack(tmp_path / "mixed", "mixed")
     expected = plain(pack)
-    with engine(pack, speculative_config={"method": "mtp", "num_speculative_tokens": 1}) as llm:
+    with engine(pack, **MTP) as llm:
         assert generate(llm, PROMPTS, TOKENS) == expected
         methods = draft_methods(llm)
     assert methods["model.layers.0.self_attn.qkv_proj"] == "Exl3LinearMethod"
     assert methods["model.layers.0.mlp.down_proj"] == "UnquantizedLinearMethod"
+
+
+def test_a_draft_layer_that_foresees_is_believed(tmp_path: Path) -> None:
+    """Tokens that it proposes are taken, also in steps that take some of one request's and none of another's."""
+    pack = write_mtp_pack(tmp_path / "foreseeing", "foreseeing")
+    expected = plain(pack)
+    with engine(pack, **MTP) as llm:
+        assert generate(llm, PROMPTS, TOKENS) == expected
+        assert acceptance(llm) > 0.9
+
+
+@pytest.mark.parametrize("draft", ["exl3", "foreseeing"])
+def test_a_draft_layer_is_one_graph_that_only_attention_cuts(
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA graphs are captured of the pieces: target and draft are traced whole, and each product is in a piece."""
+    pack = write_mtp_pack(tmp_path / draft, draft)
+    expected = plain(pack)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def record(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    monkeypatch.setattr(CompilationConfig, "init_backend", lambda *_, **__: record)
+    with engine(pack, enforce_eager=False, **MTP) as llm:
+        assert generate(llm, PROMPTS, TOKENS) == expected
+    first = {"exl3": 2, "foreseeing": 1}[draft]  # the projection of the draft's input is one, or is in 16 bits
+    assert [products_between_cuts(graph) for graph in graphs] == [[1, 4, 3], [first, 3]]
+
+
+def products_between_cuts(graph: torch.fx.GraphModule) -> list[int]:
+    """EXL3 products in each piece that vLLM makes of a traced model: the layers' attention lies between the pieces."""
+    _, pieces = split_graph(graph, list(CompilationConfig._attention_ops))
+    return [
+        sum("vllm_exl3.linear" in str(node.target) for node in piece.graph.graph.nodes)
+        for piece in pieces
+        if not piece.is_splitting_graph
+    ]
 
 
 def test_a_draft_layer_that_is_not_stored_is_refused(tmp_path: Path) -> None:
@@ -111,7 +161,7 @@ def test_a_draft_layer_that_is_not_stored_is_refused(tmp_path: Path) -> None:
     assert plain(pack)
     with (
         pytest.raises(Exception, match=r"layers\.0\.self_attn|not initialized|mtp"),
-        engine(pack, speculative_config={"method": "mtp", "num_speculative_tokens": 1}),
+        engine(pack, **MTP),
     ):
         pass
 

@@ -31,12 +31,12 @@ QUICK = (
 
 
 def run_in(release: str, *tests: str) -> None:
-    """Run some tests against a release; fail with their own output."""
+    """Run some tests against a release; fail with their own output. ``pytest -rP`` shows how many passed."""
     tree = make_tree(f"{release}.0")
     path = os.pathsep.join(part for part in (str(tree), os.environ.get("PYTHONPATH")) if part)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, *tests],
+        [*command, "--disable-warnings", *tests],  # their summary would push out of sight what went wrong
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -45,6 +45,7 @@ def run_in(release: str, *tests: str) -> None:
     )
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert re.search(r"\d+ passed", result.stdout), result.stdout[-2000:]
+    print(f"{release}: {tests[-1]}: {result.stdout.splitlines()[-1]}")
 
 
 def test_the_trees_are_other_releases() -> None:
