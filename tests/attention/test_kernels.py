@@ -46,6 +46,25 @@ def test_segments_and_whole(case: Case) -> None:
     assert error(problem.output, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("size", [8, 72, 112, 128, 192, 512])
+def test_head_sizes(size: int) -> None:
+    """Powers of two and not; from writing the cache on."""
+    case = dataclasses.replace(PLAIN, lengths=(20,), counts=(2,), heads=2, head_size=size)
+    problem, _ = build(case, DEVICE, DTYPE)
+    keys, values = torch.randn(2, 20, 1, size, generator=torch.Generator().manual_seed(size)).to(DEVICE)
+    pages = problem.table[0].long()
+    slots = (pages[:, None] * case.page + torch.arange(case.page, device=DEVICE)).flatten()[:20]
+    write_tokens(keys, values, problem.cache, slots)
+    expected = attention_reference(
+        problem.query.cpu(), problem.cache.cpu(), problem.table.cpu(), [20], [0, 2], problem.scale
+    )
+    attend(problem, 2, Config(16, 2, 2, 2))
+    assert error(problem.output, expected) <= TOLERANCE
+    problem.output.fill_(torch.nan)
+    attend_whole(problem, Config(16, 2, 1, 2), 16, 1)
+    assert error(problem.output, expected) <= TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_random_batches(seed: int) -> None:

@@ -66,8 +66,8 @@ def kv(
             for text, cut in cuts
         ]
         _table([*rows, *_others(caches, shape)])
-        chunk = Shape(shape.context, 1, _CHUNK, *layer)
-        typer.echo(f"context {shape.context}: prefill of its last {_CHUNK} tokens")
+        chunk = Shape(shape.context, 1, min(_CHUNK, shape.context), *layer)
+        typer.echo(f"context {shape.context}: prefill of its last {chunk.query} tokens")
         _table(
             [
                 ("int4, FlashAttention", "VLLM_EXL3_INT4_FA_PREFILL=1", lambda: caches.ours(chunk)),  # noqa: B023
