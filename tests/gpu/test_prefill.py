@@ -49,6 +49,7 @@ def test_dense_weights_take_what_was_allowed_and_go(monkeypatch: pytest.MonkeyPa
     """vLLM profiles memory by a forward pass and sees the allocator's peak: all scratch has to come from there."""
     from vllm_exl3.cuda import reconstruct
     from vllm_exl3.cuda.timing import random_weights
+    from vllm_exl3.ops import backends
     from vllm_exl3.ops.shards import Shard, pack_shards
 
     monkeypatch.setenv("VLLM_EXL3_RECONSTRUCT_MB", str(mebibytes))
@@ -59,7 +60,9 @@ def test_dense_weights_take_what_was_allowed_and_go(monkeypatch: pytest.MonkeyPa
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
+    counted = backends.reconstructed_bytes()
     out = reconstruct.linear(x, *tensors, None, pack_shards([shard]))
+    assert backends.reconstructed_bytes() - counted == 2 * 4096 * 14336
     peak = torch.cuda.max_memory_allocated() - before - out.numel() * 2
     assert mebibytes // 2 << 20 <= peak <= mebibytes + 1 << 20
     assert torch.cuda.memory_allocated() - before <= (out.numel() * 2 + (1 << 20))

@@ -100,6 +100,7 @@ def test_reference_matches_float64(fresh_backends: None, shards: list[Shard], ro
     with_bias = torch.ops.vllm_exl3.linear(x, trellis, suh, svh, bias, pack_shards(shards), "Test")
     torch.testing.assert_close(with_bias, y + bias)
     assert backends.calls() == {("linear", "reference", "Test"): 2}
+    assert backends.reconstructed_bytes() == 2 * 2 * sum(shard.in_features * shard.out_features for shard in shards)
 
 
 def test_reference_bounds_what_it_decodes_at_once(fresh_backends: None, monkeypatch: pytest.MonkeyPatch) -> None:

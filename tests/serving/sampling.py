@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode import utils
@@ -14,8 +15,10 @@ _STEP = "eagle_step_slot_mapping_metadata_kernel"
 def lend_kernels() -> None:
     """Give 0.30's launchers its own kernels for CPUs; it replaces names that the launchers have read already.
 
-    Later releases have no such kernels to replace, and nothing is changed there.
+    Later releases have no such kernels to replace, and nothing is changed there or beside a GPU.
     """
+    if not current_platform.is_cpu():
+        return
     for launcher in (*vars(rejection_sampler).values(), *vars(utils).values()):
         name = getattr(getattr(launcher, "kernel", None), "__name__", "")
         if replacement := getattr(cpu_triton_utils, name, None):

@@ -60,7 +60,8 @@ def test_counters_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pyt
     row = ["linear", "native", "QKVParallelLinear", 5]
     for process in (1, 2):
         content = {"calls": [row, ["moe", "reference", "RoutedExperts", process]], "bytes": {"trellis": 7}}
-        (tmp_path / f"{process}.json").write_text(json.dumps({**content, "kv_cache_dtypes": ["fp8"]}))
+        content |= {"kv_cache_dtypes": ["fp8"], "reconstructed": 10 * process}
+        (tmp_path / f"{process}.json").write_text(json.dumps(content))
     (tmp_path / "3.json").write_text("{half of a")
     (tmp_path / "4.json").write_text((tmp_path / "1.json").read_text())
     os.utime(tmp_path / "4.json", (1, 1))  # left by a server that ended
@@ -68,6 +69,7 @@ def test_counters_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pyt
     found = {metric.name: metric.samples for metric in metrics.Exl3Collector().collect()}
     assert [(s.labels["op"], s.value) for s in found["vllm:exl3_kernel_calls"]] == [("linear", 10), ("moe", 3)]
     assert [(s.labels["op"], s.value) for s in found["vllm:exl3_fallback_calls"]] == [("moe", 3)]
+    assert [s.value for s in found["vllm:exl3_reconstructed_bytes"]] == [30]
     assert [s.value for s in found["vllm:exl3_weight_bytes"]] == [14]
     assert "fp8" in [s.labels["dtype"] for s in found["vllm:exl3_kv_cache_dtype_info"]]
 
@@ -78,11 +80,12 @@ def test_counters_of_all_processes_are_added_up(tmp_path: Path, monkeypatch: pyt
         "[]",
         "{}",
         "null",
-        '{"calls": 1, "bytes": {}, "kv_cache_dtypes": []}',
-        '{"calls": [["linear"]], "bytes": {}, "kv_cache_dtypes": []}',
-        '{"calls": [["linear", "native", "X", "5"]], "bytes": {}, "kv_cache_dtypes": []}',
-        '{"calls": [], "bytes": {"trellis": "much"}, "kv_cache_dtypes": []}',
-        '{"calls": [], "bytes": {}, "kv_cache_dtypes": [3]}',
+        '{"calls": 1, "bytes": {}, "kv_cache_dtypes": [], "reconstructed": 0}',
+        '{"calls": [["linear"]], "bytes": {}, "kv_cache_dtypes": [], "reconstructed": 0}',
+        '{"calls": [["linear", "native", "X", "5"]], "bytes": {}, "kv_cache_dtypes": [], "reconstructed": 0}',
+        '{"calls": [], "bytes": {"trellis": "much"}, "kv_cache_dtypes": [], "reconstructed": 0}',
+        '{"calls": [], "bytes": {}, "kv_cache_dtypes": [3], "reconstructed": 0}',
+        '{"calls": [["linear", "native", "X", 5]], "bytes": {}, "kv_cache_dtypes": [], "reconstructed": "much"}',
         pytest.param("[" * 100_000, id="nested too deep"),
     ],
 )
@@ -118,6 +121,7 @@ metrics.leave_counters("auto")
 time.sleep(0.3)
 backends.count_call("linear", "native", "X")
 backends.count_call("linear", "reference", "X")
+backends.count_reconstructed(7)
 time.sleep(40)
 """
 
@@ -170,6 +174,7 @@ def test_with_several_front_processes_prometheus_adds_up(tmp_path: Path) -> None
             'vllm:exl3_kernel_calls_total{backend="native",layer_class="X",op="linear"}': 4,
             'vllm:exl3_kernel_calls_total{backend="reference",layer_class="X",op="linear"}': 2,
             fallbacks: 2,
+            "vllm:exl3_reconstructed_bytes_total": 14,
             'vllm:exl3_kv_cache_dtype_info{dtype="auto"}': 1,
         }
 
@@ -177,12 +182,14 @@ def test_with_several_front_processes_prometheus_adds_up(tmp_path: Path) -> None
 def test_bytes_of_a_model_that_is_gone_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = metrics_shared.SharedMetrics()
     written = {"calls": [["linear", "native", "X", 3]], "bytes": {"trellis": 5}, "kv_cache_dtypes": []}
+    written |= {"reconstructed": 8}
     shared.write(written)
     shared.write({**written, "calls": [["linear", "native", "X", 1]], "bytes": {}})  # counting began anew
-    shared.write({**written, "calls": [["linear", "native", "X", 2]], "bytes": {}})
+    shared.write({**written, "calls": [["linear", "native", "X", 2]], "bytes": {}, "reconstructed": 9})
     assert [sample.value for metric in shared._bytes.collect() for sample in metric.samples] == [0]
-    totals = [sample.value for metric in shared._calls.collect() for sample in metric.samples if "total" in sample.name]
-    assert totals == [4]
+    for counter, total in ((shared._calls, 4), (shared._reconstructed, 9)):
+        samples = [sample for metric in counter.collect() for sample in metric.samples if "total" in sample.name]
+        assert [sample.value for sample in samples] == [total]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ways to load a pack other than reading its files one by one, and what is said meanwhile."""
 
+import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -140,6 +141,17 @@ def test_a_loader_that_turns_trellises_into_floats_is_refused() -> None:
         pytest.raises(Exl3PackError, match=r"--load-format tensorizer.*--load-format auto"),
     ):
         config.get_quant_method(torch.nn.Linear(2, 2), "model.layers.0.mlp.down_proj")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("tensorizer") is not None, reason="tensorizer is installed")
+def test_without_its_package_tensorizer_is_named_by_vllm() -> None:
+    """It opens the file before it builds a layer, so before this package is asked; the same for any model."""
+    with (
+        pytest.raises(ModuleNotFoundError, match="No module named 'tensorizer'"),
+        engine(PACKS / ODD, load_format="tensorizer"),
+    ):
+        pass
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import ShardArgs
+from vllm_exl3.ops.backends import count_reconstructed
 from vllm_exl3.ops.linear import split_shards
 from vllm_exl3.ops.shards import Shard, cached_shards
 from vllm_exl3.pack.stored import BLOCK, TILE
@@ -57,6 +58,7 @@ def linear(
             end = min(first + step, shard.crop_start + shard.crop_size)
             part = dense[:, : end - begin]
             _decode(shard, words, suh_part, svh_part, begin, part)
+            count_reconstructed(part.nbytes)
             at = column + begin - shard.crop_start
             torch.matmul(x, part[: x.shape[1]], out=out[:, at : at + end - begin])
         column += shard.crop_size

@@ -14,7 +14,18 @@ from typing import Any
 
 from vllm_exl3 import env
 
-__all__ = ["Backend", "Choice", "calls", "count_call", "find", "register_backend", "reset_calls", "select"]
+__all__ = [
+    "Backend",
+    "Choice",
+    "calls",
+    "count_call",
+    "count_reconstructed",
+    "find",
+    "reconstructed_bytes",
+    "register_backend",
+    "reset_calls",
+    "select",
+]
 
 _MODULES = {
     "cpu": ("vllm_exl3.cpu.backend", "vllm_exl3.cpu.moe", "vllm_exl3.cpu.rows"),
@@ -60,6 +71,7 @@ class Choice:
 _backends: dict[tuple[str, str], list[Backend]] = {}
 _choices: dict[tuple[str, str], Choice] = {}
 _calls: Counter[tuple[str, str, str]] = Counter()
+_reconstructed: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
@@ -124,6 +136,16 @@ def count_call(op: str, backend: str, layer_class: str) -> None:
     _calls[op, backend, layer_class] += 1
 
 
+def count_reconstructed(nbytes: int) -> None:
+    """Count dense weights that were decoded into memory, to be multiplied by there; like `count_call` for graphs."""
+    _reconstructed["bytes"] += nbytes
+
+
+def reconstructed_bytes() -> int:
+    """Bytes of dense weights that this process has decoded into memory so far."""
+    return _reconstructed["bytes"]
+
+
 def calls() -> dict[tuple[str, str, str], int]:
     """Executions so far in this process by (op, backend, layer class)."""
     return dict(_calls)
@@ -132,3 +154,4 @@ def calls() -> dict[tuple[str, str, str], int]:
 def reset_calls() -> None:
     """Forget the counts, so that a test can assert which path served what follows."""
     _calls.clear()
+    _reconstructed.clear()

@@ -82,6 +82,7 @@ def _multiply(x: torch.Tensor, words: torch.Tensor, shard: Shard) -> torch.Tenso
     """``x @ W`` in the rotated basis, decoding a bounded number of columns at a time."""
     trellis = words.view(shard.trellis_shape)
     step = max(1, _DECODED_AT_ONCE // (shard.in_features * TILE))
+    backends.count_reconstructed(shard.in_features * shard.out_features * torch.float16.itemsize)
     return torch.cat(
         [x @ decode(columns, shard.half_bits, shard.codebook).float() for columns in trellis.split(step, dim=1)], dim=1
     )

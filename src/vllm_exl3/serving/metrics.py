@@ -1,4 +1,4 @@
-"""This package's counters in vLLM's ``/metrics``: calls by kernel path, fallbacks, bytes of weights, KV-cache type.
+"""This package's counters in vLLM's ``/metrics``: calls by kernel path, fallbacks, bytes, KV-cache type.
 
 ``vllm serve`` answers ``/metrics`` in its front process and runs models in others. Each of those leaves its counters
 in a file every few seconds; a collector in the front process's Prometheus registry reads the files when it is asked.
@@ -33,6 +33,7 @@ from vllm_exl3.serving.metrics_shared import (
     FALLBACK_CALLS,
     FALLBACKS,
     KV_TYPES,
+    RECONSTRUCTED,
     WEIGHT_BYTES,
     SharedMetrics,
     several_front_processes,
@@ -90,6 +91,7 @@ def snapshot() -> dict[str, Any]:
             memory[kind] = memory.get(kind, 0) + nbytes
     return {
         "calls": [[*key, count] for key, count in sorted(backends.calls().items())],
+        "reconstructed": backends.reconstructed_bytes(),
         "bytes": memory,
         "kv_cache_dtypes": sorted(_kv_types),
     }
@@ -106,6 +108,7 @@ class Exl3Collector:
         """The metrics, added up over processes."""
         calls = CounterMetricFamily(*CALLS.described, labels=CALLS.labels)
         fallbacks = CounterMetricFamily(*FALLBACK_CALLS.described, labels=FALLBACK_CALLS.labels)
+        reconstructed = CounterMetricFamily(*RECONSTRUCTED.described, labels=RECONSTRUCTED.labels)
         memory = GaugeMetricFamily(*WEIGHT_BYTES.described, labels=WEIGHT_BYTES.labels)
         types = GaugeMetricFamily(*KV_TYPES.described, labels=KV_TYPES.labels)
         found = _all_snapshots()
@@ -115,11 +118,12 @@ class Exl3Collector:
             ((row[0],), row[3]) for one in found for row in one["calls"] if row[1] in FALLBACKS
         ):
             fallbacks.add_metric(labels, count)
+        reconstructed.add_metric((), sum(one["reconstructed"] for one in found))
         for labels, count in summed(((kind,), size) for one in found for kind, size in one["bytes"].items()):
             memory.add_metric(labels, count)
         for dtype in sorted({dtype for one in found for dtype in one["kv_cache_dtypes"]}):
             types.add_metric([dtype], 1)
-        yield from (calls, fallbacks, memory, types)
+        yield from (calls, fallbacks, reconstructed, memory, types)
 
 
 _kv_types: set[str] = set()
@@ -172,6 +176,7 @@ def _is_snapshot(content: Any) -> bool:
     return (
         isinstance(calls, list)
         and all(isinstance(row, list) and [type(value) for value in row] == [str, str, str, int] for row in calls)
+        and type(content.get("reconstructed")) is int
         and isinstance(memory, dict)
         and all(type(size) is int for size in memory.values())
         and isinstance(types, list)

@@ -17,6 +17,7 @@ __all__ = [
     "FALLBACKS",
     "FALLBACK_CALLS",
     "KV_TYPES",
+    "RECONSTRUCTED",
     "WEIGHT_BYTES",
     "SharedMetrics",
     "several_front_processes",
@@ -47,6 +48,9 @@ CALLS = _Metric(
 FALLBACK_CALLS = _Metric(
     "vllm:exl3_fallback_calls", "Executions of EXL3 ops that this package's fastest kernels did not serve.", ("op",)
 )
+RECONSTRUCTED = _Metric(
+    "vllm:exl3_reconstructed_bytes", "Bytes of dense weights that were decoded into memory to be multiplied by.", ()
+)
 WEIGHT_BYTES = _Metric("vllm:exl3_weight_bytes", "Bytes of EXL3 weights over all ranks.", ("kind",))
 KV_TYPES = _Metric("vllm:exl3_kv_cache_dtype_info", "The KV cache's type.", ("dtype",))
 
@@ -71,11 +75,13 @@ class SharedMetrics:
         # No registry: this process answers nobody, and another's collector may have the names in this one's.
         self._calls = Counter(*CALLS.described, labelnames=CALLS.labels, registry=None)
         self._fallbacks = Counter(*FALLBACK_CALLS.described, labelnames=FALLBACK_CALLS.labels, registry=None)
+        self._reconstructed = Counter(*RECONSTRUCTED.described, registry=None)
         self._bytes = Gauge(
             *WEIGHT_BYTES.described, labelnames=WEIGHT_BYTES.labels, registry=None, multiprocess_mode="livesum"
         )
         self._types = Gauge(*KV_TYPES.described, labelnames=KV_TYPES.labels, registry=None, multiprocess_mode="livemax")
         self._written: dict[tuple[str, ...], int] = {}
+        self._reconstructed_written = 0
         self._kinds: set[str] = set()
 
     def write(self, snapshot: dict[str, Any]) -> None:
@@ -86,6 +92,9 @@ class SharedMetrics:
             self._calls.labels(*labels).inc(grown)
             if labels[1] in FALLBACKS:
                 self._fallbacks.labels(labels[0]).inc(grown)
+        reconstructed = snapshot["reconstructed"]
+        self._reconstructed.inc(max(0, reconstructed - self._reconstructed_written))
+        self._reconstructed_written = reconstructed
         self._kinds |= snapshot["bytes"].keys()
         for kind in self._kinds:  # a model that is gone takes none
             self._bytes.labels(kind).set(snapshot["bytes"].get(kind, 0))
