@@ -1,17 +1,21 @@
-"""Every environment variable this package reads, with its type, default and meaning.
-
-All are called ``VLLM_EXL3_*``. A value that does not parse is an error naming the variable, its
-value and what it takes: a typo must not silently change how a model is served.
-"""
+"""Every environment variable this package reads, with its type, default and meaning; all are called ``VLLM_EXL3_*``."""
 
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any
 
 from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
+from vllm_exl3.env_variable import (
+    Variable,
+    VariableError,
+    choice,
+    existing_or_new_folder,
+    rows_or_auto,
+    whole,
+    yes_or_no,
+)
 
 __all__ = [
     "CACHE",
@@ -38,105 +42,27 @@ __all__ = [
     "REQUIRE_UVA_EXPERTS",
     "VARIABLES",
     "Variable",
+    "VariableError",
+    "user_cache",
     "validate",
 ]
 
 logger = logging.getLogger("vllm.exl3")
 
-T = TypeVar("T")
 
-_MOST = 2**31 - 1
-"""Of numbers of rows, which kernels take as 32-bit integers."""
-_SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
-
-
-@dataclass(frozen=True)
-class Variable(Generic[T]):
-    """One environment variable.
-
-    Attributes:
-        name: ``VLLM_EXL3_…``.
-        default: the text that an unset variable stands for.
-        parse: turns the text into a value; raises ValueError saying what it takes.
-        help: one sentence for ``vllm-exl3 doctor`` and ``docs/environment.md``.
-        aliases: older names for the same setting; the new name wins where both are set.
-    """
-
-    name: str
-    default: str
-    parse: Callable[[str], T]
-    help: str
-    aliases: tuple[str, ...] = ()
-
-    def get(self) -> T:
-        """The current value.
-
-        Raises:
-            ValueError: the variable is set to something it does not take.
-        """
-        for name in (self.name, *self.aliases):
-            text = os.environ.get(name)
-            if text is not None and text.strip():
-                return self._parse(name, text.strip())
-        return self._parse(self.name, self.default)
-
-    def _parse(self, name: str, text: str) -> T:
-        try:
-            return self.parse(text)
-        except ValueError as error:
-            shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
-            raise ValueError(f"{name}={shown!r}: {error}") from None
-
-
-def _choice(*values: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in values:
-            raise ValueError(f"expected one of {', '.join(values)}")
-        return text.lower()
-
-    return parse
-
-
-def _whole(least: int, most: int = _MOST) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
-            raise ValueError(f"expected a whole number from {least} to {most}")
-        return int(text)
-
-    return parse
-
-
-def _folder(text: str) -> str:
-    """A folder that exists or can be made; empty for the default one."""
-    if not text:
-        return text
-    path = os.path.expanduser(text)
-    if path.startswith("~"):
-        raise ValueError("expected a path; there is no such user")
-    existing = os.path.abspath(path)
-    while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        raise ValueError(f"expected a folder, or a path where one can be made; {existing} is no folder")
-    return path
-
-
-def _rows_or_auto(text: str) -> int | None:
-    return None if text.lower() == "auto" else _whole(0)(text)
-
-
-def _yes_or_no(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in values:
-        raise ValueError(f"expected one of {', '.join(values)}")
-    return values[text.lower()]
+def _ngram_kernel(text: str) -> str:
+    """Kernels by the names that earlier plugins used as well."""
+    name = choice("auto", "native", "torch", "exllamav3", "ext")(text)
+    if name == "ext":
+        name = "exllamav3" if importlib.util.find_spec("exllamav3") else "native"
+        logger.info("VLLM_EXL3_NGRAM_KERNEL=ext means %s here", name)
+    return "reference" if name == "torch" else name
 
 
 LINEAR_KERNEL = Variable(
     "VLLM_EXL3_LINEAR_KERNEL",
     "auto",
-    _choice("auto", "native", "reconstruct", "exllamav3", "reference"),
+    choice("auto", "native", "reconstruct", "exllamav3", "reference"),
     "Which kernels serve the linears: auto takes the fastest that runs here; native are this package's, reconstruct "
     "decodes to dense weights on a GPU and leaves the product to cuBLAS, exllamav3 are that package's where it is "
     "installed beside a GPU (both for comparison), reference is plain PyTorch.",
@@ -145,7 +71,7 @@ LINEAR_KERNEL = Variable(
 PRECISION = Variable(
     "VLLM_EXL3_PRECISION",
     "default",
-    _choice("default", "fast"),
+    choice("default", "fast"),
     "How exactly the native kernels for linears multiply on a GPU: default keeps at least 15 bits of an activation; "
     "fast takes int8 for mul1 weights where there is a kernel for it, which is faster and errs by up to 1.2 % a layer "
     "(docs/fast-mode.md).",
@@ -154,7 +80,7 @@ PRECISION = Variable(
 MOE_KERNEL = Variable(
     "VLLM_EXL3_MOE_KERNEL",
     "auto",
-    _choice("auto", "native", "exllamav3", "reference"),
+    choice("auto", "native", "exllamav3", "reference"),
     "Which kernels serve routed experts: auto takes the fastest that runs here; native are this package's, exllamav3 "
     "that package's linears, expert by expert, where it is installed beside a GPU (for comparison), reference is plain "
     "PyTorch.",
@@ -163,7 +89,7 @@ MOE_KERNEL = Variable(
 NATIVE_MOE_MAX_ROWS = Variable(
     "VLLM_EXL3_NATIVE_MOE_MAX_ROWS",
     "auto",
-    _rows_or_auto,
+    rows_or_auto,
     "Up to how many tokens routed experts on a GPU take the decode path; 0 never, auto as measured, by tokens an "
     "expert (other EXL3 plugins: 8). Longer inputs take the grouped prefill.",
 )
@@ -172,7 +98,7 @@ NATIVE_MOE_MAX_ROWS_BY_BITS = {
     bits: Variable(
         f"VLLM_EXL3_NATIVE_MOE_MAX_ROWS_K{bits}",
         "auto",
-        _rows_or_auto,
+        rows_or_auto,
         f"The same for layers with experts of K = {bits}; auto leaves it to the variable without _K{bits}. The "
         "smallest number counts where a layer mixes.",
     )
@@ -182,44 +108,34 @@ NATIVE_MOE_MAX_ROWS_BY_BITS = {
 GROUPED_PREFILL = Variable(
     "VLLM_EXL3_GROUPED_PREFILL",
     "1",
-    _yes_or_no,
+    yes_or_no,
     "Whether inputs too long for the decode path take the grouped prefill on a GPU; 0 serves all by the decode path.",
 )
 
 GROUPED_PREFILL_MAX_ROWS = Variable(
     "VLLM_EXL3_GROUPED_PREFILL_MAX_ROWS",
     "8192",
-    _whole(1),
+    whole(1),
     "Tokens that the grouped prefill has in work at once: bounds its scratch.",
 )
 
 FUSED_TEMP_ROWS = Variable(
     "VLLM_EXL3_FUSED_TEMP_ROWS",
     "2048",
-    _whole(1),
+    whole(1),
     "Tokens that the decode path has in work at once: bounds its scratch.",
 )
 
 FAT_THRESHOLD = Variable(
     "VLLM_EXL3_FAT_THRESHOLD",
     "auto",
-    _rows_or_auto,
+    rows_or_auto,
     "Experts with more tokens than this take the large tiles of the grouped prefill; auto as measured, half a large "
     "tile (other EXL3 plugins: 256).",
 )
 
 
-def _ngram_kernel(text: str) -> str:
-    """Kernels by the names that earlier plugins used as well."""
-    name = _choice("auto", "native", "torch", "exllamav3", "ext")(text)
-    if name == "ext":
-        name = "exllamav3" if importlib.util.find_spec("exllamav3") else "native"
-        logger.info("VLLM_EXL3_NGRAM_KERNEL=ext means %s here", name)
-    return "reference" if name == "torch" else name
-
-
-_mebibytes = _whole(0, 1 << 24)
-
+_mebibytes = whole(0, 1 << 24)
 
 RECONSTRUCT_MB = Variable(
     "VLLM_EXL3_RECONSTRUCT_MB",
@@ -232,7 +148,7 @@ RECONSTRUCT_MB = Variable(
 EMBEDDING_KERNEL = Variable(
     "VLLM_EXL3_EMBEDDING_KERNEL",
     "auto",
-    _choice("auto", "native", "reference"),
+    choice("auto", "native", "reference"),
     "Which kernels decode quantized token embeddings: auto takes the fastest that runs here; native are this "
     "package's, reference is plain PyTorch.",
 )
@@ -249,7 +165,7 @@ NGRAM_KERNEL = Variable(
 NGRAM_TABLE = Variable(
     "VLLM_EXL3_NGRAM_TABLE",
     "auto",
-    _choice("auto", "resident", "pinned", "disk"),
+    choice("auto", "resident", "pinned", "disk"),
     "Where n-gram tables lie: resident on the device, pinned in host memory that the GPU reads, or on disk, which "
     "needs --compilation-config without full CUDA graphs; auto takes resident if the model fits so, else pinned.",
 )
@@ -264,7 +180,7 @@ NGRAM_CACHE_MIB = Variable(
 REQUIRE_UVA_EXPERTS = Variable(
     "VLLM_EXL3_REQUIRE_UVA_EXPERTS",
     "0",
-    _yes_or_no,
+    yes_or_no,
     "1 makes start-up refuse unless vLLM's UVA offloader has mapped the weights of all routed experts into host memory "
     "(docs/offload.md).",
 )
@@ -272,7 +188,7 @@ REQUIRE_UVA_EXPERTS = Variable(
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
-    _choice("auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi"),
+    choice("auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi"),
     "Which instruction set the CPU kernels use: auto takes the best that the CPU runs; scalar, avx2, avx512, "
     "avx512_vnni and avx512_vbmi are for comparison.",
 )
@@ -280,7 +196,7 @@ CPU_ISA = Variable(
 METRICS_FOLDER = Variable(
     "VLLM_EXL3_METRICS_FOLDER",
     "",
-    _folder,
+    existing_or_new_folder,
     "Folder where the processes that run models leave their counters for /metrics; empty means a folder of the "
     "server's own, which it removes when it ends.",
     # How a server tells its workers: vLLM warns of unknown names that begin with VLLM_, or refuses to start.
@@ -290,7 +206,7 @@ METRICS_FOLDER = Variable(
 CACHE = Variable(
     "VLLM_EXL3_CACHE",
     "",
-    _folder,
+    existing_or_new_folder,
     "Folder for compiled GPU kernels; empty means the user's cache folder.",
     aliases=("VLLM_QUANTPACK_CACHE",),
 )
@@ -298,7 +214,7 @@ CACHE = Variable(
 INT4_KV = Variable(
     "VLLM_EXL3_INT4_KV",
     "1",
-    _yes_or_no,
+    yes_or_no,
     "Serve vLLM's int4 KV cache (--kv-cache-dtype int4_per_token_head), of any model, with this package's attention; 0 "
     "leaves vLLM's own in place.",
     aliases=("VLLM_QUANTPACK_INT4_KV",),
@@ -317,7 +233,7 @@ INT4_DECODE = Variable(
 INT4_FA_PREFILL = Variable(
     "VLLM_EXL3_INT4_FA_PREFILL",
     "1",
-    _yes_or_no,
+    yes_or_no,
     "Prefill chunks of 64 and more tokens over 8192 and more cached ones by FlashAttention on keys and values unpacked "
     "a stretch at a time; 0 leaves them to the Triton kernel.",
     aliases=("VLLM_QUANTPACK_INT4_FA_PREFILL",),
@@ -363,7 +279,13 @@ def validate() -> None:
     """Read every variable once, so that a typo stops start-up rather than a half-loaded model.
 
     Raises:
-        ValueError: a variable is set to something it does not take.
+        VariableError: a variable is set to something it does not take.
     """
     for variable in VARIABLES:
         variable.get()
+
+
+def user_cache() -> Path:
+    """This package's folder among the user's caches: below ``XDG_CACHE_HOME`` where that is an absolute path."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vllm_exl3"

@@ -13,6 +13,7 @@ from vllm_exl3.cli.doctor import doctor
 from vllm_exl3.cli.embed_quant import embed_quant
 from vllm_exl3.cli.inspect import inspect
 from vllm_exl3.cli.precompile import precompile
+from vllm_exl3.env_variable import VariableError
 from vllm_exl3.pack.errors import Exl3PackError
 
 __all__ = ["app", "main"]
@@ -23,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # the one that wraps every paragraph of a help text anew
 )
 
 
@@ -45,13 +47,25 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """Run the command line; a faulty pack ends it with its four-part message and exit status 1."""
+    """Run the command line.
+
+    A faulty pack ends it with its four-part message and exit status 1, a wrong variable or a path that the system
+    refuses with one sentence.
+    """
     for stream in (sys.stdout, sys.stderr):
         # File names need not be text, and a terminal need not have every character of a tensor's name.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except Exl3PackError as error:
-        typer.echo(error.report(), err=True)
+    except (Exl3PackError, VariableError, OSError) as error:
+        typer.echo(_said(error), err=True)
         sys.exit(1)
+
+
+def _said(error: Exl3PackError | VariableError | OSError) -> str:
+    if isinstance(error, Exl3PackError):
+        return error.report()
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

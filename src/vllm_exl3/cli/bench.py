@@ -21,9 +21,12 @@ bench.command()(kv)
 
 @bench.command()
 def linear(
-    shape: Annotated[list[str] | None, typer.Option(help="in×out such as 4096x14336; repeatable.")] = None,
-    bits: Annotated[list[float] | None, typer.Option(help="Bits a weight; repeatable.")] = None,
-    rows: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="in×out, repeatable. Default: 4096x4096, 4096x14336, 14336x4096."),
+    ] = None,
+    bits: Annotated[list[float] | None, typer.Option(help="Bits a weight, repeatable. Default: 4.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="Tokens, repeatable. Default: 1, 4, 16, 64.")] = None,
     codebook: Annotated[str, typer.Option(help="mul1, mcg or 3inst.")] = "mul1",
 ) -> None:
     """Time whole linears (transform, GEMM, Hadamards, cast) in replayed CUDA graphs over rotating weights."""

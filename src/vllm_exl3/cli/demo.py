@@ -1,10 +1,11 @@
 """``vllm-exl3 demo``: a real language model, quantized here, served by stock vLLM and asked two questions."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from vllm_exl3.env import user_cache
 
 __all__ = ["demo"]
 
@@ -15,7 +16,9 @@ RESULTS = Path("benchmarks/results/cpu/demo.json")
 def demo(
     gguf: Annotated[Path | None, typer.Option(help="The source model, where pip cannot download it.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps model and pack between runs.")] = None,
-    port: Annotated[int | None, typer.Option(help="Serve on this port if it is free, else on any.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve on this port if it is free, else on any.")
+    ] = None,
     baseline: Annotated[Path, typer.Option(help="File of recorded results to compare with.")] = RESULTS,
     record: Annotated[bool, typer.Option("--record", help="Write this run's results to that file.")] = False,
 ) -> None:
@@ -27,6 +30,7 @@ def demo(
     from rich.console import Console
 
     try:
+        from vllm_exl3.demo.baseline import BaselineError
         from vllm_exl3.demo.run import Settings, run_demo
         from vllm_exl3.demo.server import ServerError
         from vllm_exl3.demo.source import SourceError
@@ -39,7 +43,7 @@ def demo(
     settings.cache.mkdir(parents=True, exist_ok=True)
     try:
         failures = run_demo(settings, console)
-    except (ServerError, SourceError) as error:
+    except (BaselineError, ServerError, SourceError) as error:
         failures = [str(error)]
     except KeyboardInterrupt:
         failures = ["interrupted; the server is stopped"]
@@ -52,4 +56,4 @@ def demo(
 
 def default_cache() -> Path:
     """``vllm_exl3/demo`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_exl3" / "demo"
+    return user_cache() / "demo"

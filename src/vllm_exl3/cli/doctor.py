@@ -101,15 +101,13 @@ def _nvrtc() -> str:
 
 
 def _cache() -> str:
-    import os
-
+    from vllm_exl3.cuda.cache import CubinCache
     from vllm_exl3.cuda.runtime import cache_folder
 
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not os.access(folder, os.W_OK):
-        raise RuntimeError(f"{folder} is not writable; set VLLM_EXL3_CACHE to a folder that is")
-    return f"{folder}, {sum(1 for _ in folder.glob('*.cubin'))} kernels"
+    cache = CubinCache(cache_folder())
+    if (reason := cache.refusal()) is not None:
+        raise RuntimeError(reason)
+    return f"{cache.folder}, {sum(1 for _ in cache.folder.glob('*.cubin'))} kernels"
 
 
 def _triton() -> str:

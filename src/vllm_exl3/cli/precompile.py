@@ -32,6 +32,8 @@ def precompile(
     from vllm_exl3.cuda.runtime import build, cache_folder
     from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_kinds, typical_limits
 
+    if pack is None and revision is not None:
+        raise typer.BadParameter(f"{revision}: of which pack? Name it before the options", param_hint="--revision")
     if (reason := compiler_unavailable()) is not None:
         typer.echo(f"Nothing can be compiled here: {reason}", err=True)
         raise typer.Exit(1)
@@ -42,10 +44,17 @@ def precompile(
     if not gpus:
         typer.echo("No CUDA GPU here: name the architecture with --arch, such as --arch sm_90a", err=True)
         raise typer.Exit(1)
-    kinds = pack_kinds(pack, revision) if pack else every_kind()
-    codes = expert_codes(pack, revision) if pack else [(kind,) for kind in kinds]
-    rows = pack_instances(pack, revision) if pack else list(every_instance())
     cache = CubinCache(cache_folder())
+    if (reason := cache.refusal()) is not None:
+        typer.echo(f"Nothing can be kept: {reason}", err=True)
+        raise typer.Exit(1)
+    if pack is None:
+        kinds = every_kind()
+        codes = [(kind,) for kind in kinds]
+        rows = list(every_instance())
+    else:
+        kinds, codes = pack_kinds(pack, revision), expert_codes(pack, revision)
+        rows = pack_instances(pack, revision)
     for limits in gpus:
         started = time.perf_counter()
         wanted = [*instances_for(kinds, limits), *expert_instances(codes, limits), *rows]

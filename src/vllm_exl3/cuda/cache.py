@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from vllm_exl3.env import user_cache
+
 __all__ = ["CubinCache", "default_folder"]
 
 logger = logging.getLogger(__name__)
@@ -27,10 +29,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 def default_folder() -> Path:
     """Where cubins go without ``VLLM_EXL3_CACHE``: the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if not base or not os.path.isabs(base):
-        base = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "vllm_exl3" / "cubins"
+    return user_cache() / "cubins"
 
 
 class CubinCache:
@@ -67,6 +66,19 @@ class CubinCache:
             image = build()
             self._write(path, image)
         return image, False
+
+    def refusal(self) -> str | None:
+        """Why compiled kernels cannot be kept here, or None where they can."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".new-"):
+                pass
+            status = self.folder.stat()
+        except OSError as error:
+            return f"{self.folder} cannot be written ({error.strerror}): set VLLM_EXL3_CACHE to a folder that can"
+        if (reason := _untrusted(status, "folder")) is not None:
+            return f"{self.folder}: {reason}, so no kernel from there would be loaded; set VLLM_EXL3_CACHE to another"
+        return None
 
     def _say_once(self, key: str, message: str, *arguments: object) -> None:
         with self._told_lock:

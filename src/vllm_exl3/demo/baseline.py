@@ -6,10 +6,14 @@ from typing import Any
 
 from vllm_exl3.tools.results import write_results
 
-__all__ = ["MARGIN", "expected_divergence", "record"]
+__all__ = ["MARGIN", "BaselineError", "expected_divergence", "record"]
 
 MARGIN = 1.2
 """A run fails when its KL divergence exceeds the recorded one times this."""
+
+
+class BaselineError(RuntimeError):
+    """The file of recorded results holds something else."""
 
 
 def expected_divergence(path: Path, identity: dict[str, Any]) -> float | None:
@@ -21,12 +25,21 @@ def expected_divergence(path: Path, identity: dict[str, Any]) -> float | None:
 
     Returns:
         Nats per token, or None when nothing is recorded for this encoder and recipe.
+
+    Raises:
+        BaselineError: the file holds something else.
     """
     if not path.exists():
         return None
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    matching = [row["kl"] for row in rows if all(row.get(key) == value for key, value in identity.items())]
-    return float(matching[-1]) if matching else None
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        matching = [row["kl"] for row in rows if all(row.get(key) == value for key, value in identity.items())]
+        return float(matching[-1]) if matching else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BaselineError(
+            f"{path}: found no results ({type(error).__name__}: {error}), expected what `vllm-exl3 demo --record` "
+            "writes. Name another file with --baseline, or delete this one."
+        ) from error
 
 
 def record(path: Path, row: dict[str, Any], command: str) -> None:

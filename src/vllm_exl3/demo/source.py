@@ -45,11 +45,15 @@ def find_source(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             _download(Path(folder)).rename(kept)
-    return verify_source(kept)
+    return verify_source(kept, remedy="Delete it and run again.")
 
 
-def verify_source(path: Path) -> Path:
+def verify_source(path: Path, *, remedy: str = f"It is another file. {_BY_HAND}") -> Path:
     """Return ``path`` if it holds exactly the file this demo was written for.
+
+    Args:
+        path: the file.
+        remedy: what the error says can be done about another one.
 
     Raises:
         SourceError: it does not exist or its SHA-256 differs.
@@ -59,7 +63,7 @@ def verify_source(path: Path) -> Path:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise SourceError(f"{path}: found SHA-256 {found}, expected {GGUF_SHA256}. Delete it and run again.")
+        raise SourceError(f"{path}: found SHA-256 {found}, expected {GGUF_SHA256}. {remedy}")
     return path
 
 

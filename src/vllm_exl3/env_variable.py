@@ -1,0 +1,111 @@
+"""What one environment variable is, and the kinds of value that variables take.
+
+A value that does not parse is an error naming the variable, its value and what it takes: a typo must not silently
+change how a model is served. The variables themselves stand in ``env.py``.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["Variable", "VariableError", "choice", "existing_or_new_folder", "rows_or_auto", "whole", "yes_or_no"]
+
+T = TypeVar("T")
+
+_MOST = 2**31 - 1
+"""Of numbers of rows, which kernels take as 32-bit integers."""
+_SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
+
+
+class VariableError(ValueError):
+    """A variable is set to something it does not take; the message names it, its value and what it takes."""
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: ``VLLM_EXL3_…``.
+        default: the text that an unset variable stands for.
+        parse: turns the text into a value; raises ValueError saying what it takes.
+        help: one sentence for ``vllm-exl3 doctor`` and ``docs/environment.md``.
+        aliases: older names for the same setting; the new name wins where both are set.
+    """
+
+    name: str
+    default: str
+    parse: Callable[[str], T]
+    help: str
+    aliases: tuple[str, ...] = ()
+
+    def get(self) -> T:
+        """The current value.
+
+        Raises:
+            VariableError: the variable is set to something it does not take.
+        """
+        for name in (self.name, *self.aliases):
+            text = os.environ.get(name)
+            if text is not None and text.strip():
+                return self._parse(name, text.strip())
+        return self._parse(self.name, self.default)
+
+    def _parse(self, name: str, text: str) -> T:
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+            raise VariableError(f"{name}={shown!r}: {error}") from None
+
+
+def choice(*values: str) -> Callable[[str], str]:
+    """Take one of some words, in any case."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return text.lower()
+
+    return parse
+
+
+def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
+    """Take a whole number of this range."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
+            raise ValueError(f"expected a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def existing_or_new_folder(text: str) -> str:
+    """Take a folder that exists or can be made; empty for the default one."""
+    if not text:
+        return text
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError("expected a path; there is no such user")
+    existing = os.path.abspath(path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        raise ValueError(f"expected a folder, or a path where one can be made; {existing} is no folder")
+    return path
+
+
+def rows_or_auto(text: str) -> int | None:
+    """Take a number of rows, or ``auto``, which is None."""
+    return None if text.lower() == "auto" else whole(0)(text)
+
+
+def yes_or_no(text: str) -> bool:
+    """Take any of the usual spellings of yes and no."""
+    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in values:
+        raise ValueError(f"expected one of {', '.join(values)}")
+    return values[text.lower()]

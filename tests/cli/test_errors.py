@@ -1,0 +1,93 @@
+"""What users get wrong ends in a sentence that names it, and every text of help fills its lines."""
+
+import io
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.conftest import DATA
+from vllm_exl3.cli import app, main
+from vllm_exl3.cuda.compiler import compiler_unavailable
+
+PACK = str(DATA / "packs/phi3-5.0-mul1")
+COMPILE = ["precompile", PACK, "--arch", "sm_90a"]
+COMMANDS = ([], ["inspect"], ["doctor"], ["bench"], ["bench", "linear"], ["bench", "kv"], ["precompile"], ["demo"])
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
+    """Exit status and standard error of a command in this process; an exception of any other kind is the test's."""
+    said = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["vllm-exl3", *arguments])
+        patch.setattr(sys, "stderr", said)
+        with pytest.raises(SystemExit) as end:
+            main()
+    return int(str(end.value.code)), said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (lambda file: ["demo", "--cache", f"{file}/x"], "Not a directory"),
+        (lambda file: ["embed-quant", PACK, f"{file}/x/y", "--bits", "8"], "Not a directory"),
+        (lambda file: ["embed-quant", PACK, f"{file}/x", "--bits", "8"], "File exists"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_named(
+    arguments: Callable[[Path], list[str]], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    code, said = _run(monkeypatch, *arguments(file))
+    assert code == 1
+    assert said.strip().startswith(str(file)) and said.strip().endswith(reason), said
+
+
+@pytest.mark.skipif(compiler_unavailable() is not None, reason="nothing can be compiled here")
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda folder: folder.write_text(""), "expected a folder"),
+        (lambda folder: (folder.mkdir(), (folder / "cubins").write_text("")), "cannot be written"),
+        (lambda folder: (folder.mkdir(), (folder / "cubins").mkdir(), (folder / "cubins").chmod(0o777)), "others"),
+    ],
+    ids=["file", "file inside", "writable by all"],
+)
+def test_nothing_is_compiled_for_a_cache_that_cannot_keep_it(
+    prepare: Callable[[Path], object], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    prepare(folder)
+    monkeypatch.setenv("VLLM_EXL3_CACHE", str(folder))
+    monkeypatch.setattr("vllm_exl3.cuda.runtime.build", lambda *_: pytest.fail("compiled"))
+    code, said = _run(monkeypatch, *COMPILE)
+    assert code == 1 and "VLLM_EXL3_CACHE" in said and reason in said, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["precompile", "--arch", "sm_90a", "--revision", "4.0bpw"], "of which pack?"),
+        (["demo", "--port", "99999999"], "65535"),
+        (["inspect"], "Missing argument"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_a_command_line_that_says_nothing_is_a_usage_error(
+    arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = _run(monkeypatch, *arguments)
+    assert code == 2 and reason in said, said
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ["embed-quant"]], ids=" ".join)
+def test_paragraphs_of_help_fill_their_lines(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    lines = shown.partition("╭")[0].splitlines()
+    for line, following in itertools.pairwise(lines):
+        if line.strip() and following.strip():
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) >= 79, line
