@@ -97,6 +97,36 @@ def test_tokens(llama: Path, options: dict[str, Any]) -> None:
             assert_greedy(llama, PROMPTS, generate(llm, PROMPTS, 24), 0.2)
 
 
+def test_262144_tokens(tmp_path: Path) -> None:
+    """A synthetic model of which a few keys take most weight: tokens with an int4 and a 16-bit cache, each as float64
+    has them, hence equal to each other where float64 says so."""
+    length, count, margin = 262144, 3, 0.2
+    model = write_llama(tmp_path / "model", 2.0, num_hidden_layers=1, max_position_embeddings=length + 64)
+    generator = torch.Generator().manual_seed(4)
+    context, *tails = (
+        torch.randint(0, 640, (size,), generator=generator).tolist() for size in (length - 16, *[16] * 10)
+    )
+    prompts = [context + tail for tail in tails]
+    answers = {}
+    for mode in (MODE, "auto"):
+        options = {"max_model_len": length + 64, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 1 << 30}
+        with serving(model, dtype="float16", kv_cache_dtype=mode, enable_prefix_caching=True, **options) as llm:
+            answers[mode] = generate(llm, prompts, count)
+    clear = 0
+    for prompt, *both in zip(prompts, *answers.values(), strict=True):
+        firsts = []
+        for mode, answer in zip(answers, both, strict=True):
+            logits = simulated_logits(model, prompt + answer, mode == MODE, "cuda", count + 1)[:-1].cpu()
+            behind = logits.amax(1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert behind.max() <= margin, (mode, behind)
+            top = logits[0].topk(2)
+            firsts.append((int(top.indices[0]), float(top.values[0] - top.values[1])))
+        if firsts[0][0] == firsts[1][0] and min(firsts[0][1], firsts[1][1]) > margin:
+            clear += 1
+            assert both[0][0] == both[1][0] == firsts[0][0]
+    assert clear >= 2
+
+
 def test_preempted_requests(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompts = [LONG[start : start + 150] for start in (0, 100, 200, 300)]
     # 4 requests of 150 + 100 tokens want 64 pages of 16.
