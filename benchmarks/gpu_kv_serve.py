@@ -43,13 +43,13 @@ KINDS = ("int4", "fp8", "stock", "bf16")
 Row = dict[str, Any]
 
 
-def speed(kinds: list[str], logs: Path) -> Iterator[Row]:
+def speed(kinds: list[str], modes: list[str], logs: Path) -> Iterator[Row]:
     """Start an engine for each kind and mode, then time one after the other; vLLM's own int4 in the first mode only."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = _layers_of_24_heads(Path(temporary))
         jobs = []
         for kind in kinds:
-            for mode in list(MODES)[: 1 if kind == "stock" else None]:
+            for mode in modes[: 1 if kind == "stock" else None]:
                 job = Path(temporary) / f"{kind}-{len(jobs)}"
                 log = (logs / f"{job.name}.txt").open("w", encoding="utf-8")
                 command = [sys.executable, __file__, "one", kind, mode, str(folder), str(job)]
@@ -260,13 +260,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=("speed", "logits"))
     parser.add_argument("values", nargs="+", help="kinds of cache for speed; a pack's folder for logits")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="of speed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()), help="where the engines' logs go")
     arguments = parser.parse_args()
     if arguments.subject == "speed" and (unknown := set(arguments.values) - set(KINDS)):
         sys.exit(f"speed {' '.join(sorted(unknown))}: expected {', '.join(KINDS)}")
     speeds = arguments.subject == "speed"
-    rows = speed(arguments.values, arguments.logs) if speeds else logits(Path(arguments.values[0]))
+    rows = speed(arguments.values, arguments.modes, arguments.logs) if speeds else logits(Path(arguments.values[0]))
     done: list[Row] = []
     for row in rows:
         done.append(row)
