@@ -14,11 +14,13 @@ import torch
 
 from tests.cuda.host_kernels import build
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
+from vllm_exl3.cpu.quantize import encode
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
 from vllm_exl3.cuda.moe_plan import MoePlan, plan_moe
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS, activate
 from vllm_exl3.ops.experts import pack_table, projection_kinds, share_input_scales
+from vllm_exl3.pack import codec
 from vllm_exl3.pack.stored import Codebook
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
@@ -29,6 +31,9 @@ ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
 GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10}
 BLOCKS = 2
 """Thread blocks of a GEMM: few, so that every block has several items."""
+
+WIDEST_BLOCKS = 256
+"""Hadamard blocks of an input of 32,768 channels, wider than any known model's."""
 
 UNIFORM = [(4, Codebook.MUL1)]
 MIXED = [(3, Codebook.MCG), (4, Codebook.MUL1), (2.5, Codebook.MUL1), (4, Codebook.MUL1), (3, Codebook.MCG)]
@@ -244,13 +249,44 @@ def test_rows_of_any_magnitude_keep_to_themselves(library: ctypes.CDLL, form: Mo
     assert torch.equal(spoiled[[0, 3, 4]], found[[0, 3, 4]])
 
 
-def test_the_fat_threshold_changes_no_bit(library: ctypes.CDLL) -> None:
-    """Two row blocks of 40 and 30 rows, or three of up to 24: and a thin expert beside it."""
+def test_sums_that_all_conspire_do_not_overflow(library: ctypes.CDLL) -> None:
+    """Weights near the codebook's largest, with the rotated input's very signs; sums are fp16 between the kernels."""
+    channels = np.arange(128)
+    bits = [channels >> i & 1 for i in range(7)]
+    signs = (-1.0) ** (
+        bits[0] * bits[1] + bits[2] * bits[3] + bits[4] * bits[5]
+    )  # a flat spectrum, as far as 128 allow it
+    hidden = 128 * WIDEST_BLOCKS
+    layer = random_layer(1, hidden, 128, UNIFORM, **RELU2)
+    up = layer.projections[0][0]
+    block = encode(np.tile(4 * signs.astype(np.float32), (128, 1)).T, 8, Codebook.MUL1)
+    words = torch.from_numpy(np.tile(block, (WIDEST_BLOCKS, 1, 1))).flatten()
+    layer.tensors["w13_trellis"][up.trellis : up.trellis + up.trellis_words] = words
+    layer.tensors["w13_suh"].fill_(1.0)
+    x = torch.from_numpy(np.tile(codec.hadamard() @ signs, WIDEST_BLOCKS)).float().view(1, -1)
+    x = x / x.abs().max() * 1.999  # the rows' scale is the power of two above
+    route = (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32))
+    assert error(run(library, layer, x, route, WIDE), layer.oracle(x, *route)) < bound(WIDE)
+
+
+def test_neither_the_fat_threshold_nor_shared_scales_change_a_bit(library: ctypes.CDLL) -> None:
+    """Two row blocks of 40 and 30 rows, or three of up to 24, and a thin expert; one transformed input or two."""
     layer = random_layer(2, 128, 128, UNIFORM)
+    suh, table = layer.tensors["w13_suh"], pack_table(layer.projections)
+    for gate, up, _ in layer.projections:
+        suh[up.suh : up.suh + 128] = suh[gate.suh : gate.suh + 128]
     x = torch.randn((73, 128), generator=torch.Generator().manual_seed(7))
     weights, ids = torch.rand(73, 1), (torch.arange(73).view(73, 1) >= 70).int()
-    fat, thin = (run(library, layer, x, (weights, ids), WIDE, fat_rows=rows) for rows in (0, 256))
+    shared = share_input_scales(table, suh)
+    assert not torch.equal(shared, table)
+    fat, thin, fat_shared, thin_shared = (
+        run(library, layer, x, (weights, ids), WIDE, fat_rows=rows, table=used)
+        for used in (table, shared)
+        for rows in (0, 256)
+    )
     assert torch.equal(fat, thin)
+    assert torch.equal(fat, fat_shared)
+    assert torch.equal(fat, thin_shared)
     assert error(fat, layer.oracle(x, weights, ids)) < bound(WIDE)
 
 

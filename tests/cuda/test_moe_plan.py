@@ -17,6 +17,7 @@ from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
+from vllm_exl3.pack.codec import codebook_table
 from vllm_exl3.pack.stored import Codebook
 
 MUL1, MCG = int(Codebook.MUL1), int(Codebook.MCG)
@@ -233,3 +234,24 @@ def test_experts_too_wide_for_a_gpu_are_refused_while_loading(hidden: int, inter
         check_shared(layer, typical_limits("sm_86"))
     check_shared(layer, typical_limits("sm_90a"))
     check_shared(Layer(layer.kinds, 8, 8, 1, 8192, 16_384), typical_limits("sm_86"))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_no_sum_overflows_what_it_is_stored_as(architecture: str) -> None:
+    """Sums are fp16 between the kernels: the largest that any weights and inputs can make, of the widest rows.
+
+    Before the transform no channel exceeds 2^7.5 (of moe_finish.cuh), so a 128-block's magnitudes behind it add up to
+    128·2^7.5 at most.
+    """
+    limits, widest = typical_limits(architecture), 0
+    for width in range(1024, 1 << 20, 1024):
+        try:
+            check_shared(Layer(UNIFORM, 8, 8, 1, width, 128), limits)
+        except ValueError:
+            break
+        widest = width
+    scale = re.search(r"STORED_SCALE = (0x1p-\d+)f", kernel_sources()["moe_finish.cuh"])
+    assert scale is not None
+    largest = max(float(abs(codebook_table(codebook).astype(float)).max()) for codebook in Codebook)
+    assert 16_384 < widest < 1 << 19
+    assert 2**7.5 * widest * largest * float.fromhex(scale.group(1)) < 65_504

@@ -11,6 +11,7 @@ import torch
 import vllm_exl3.ops.moe as moe_module
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
 from vllm_exl3.cpu.moe import grouped_experts, moe_native
+from vllm_exl3.cuda.moe import moe as moe_cuda
 from vllm_exl3.cuda.moe_by_expert import moe_exllamav3
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.experts import pack_table, share_input_scales
@@ -43,10 +44,14 @@ def grouped_reference(x: torch.Tensor, *arguments: object) -> torch.Tensor:
     return grouped_experts(linear_reference, x, moe_module.MoECall(*arguments))  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    backends.select("moe", "cpu", moe_module.moe_reference)  # imports the backends
+
+
 @pytest.fixture(params=["reference", "grouped", "native"])
 def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "native":
-        backends.select("moe", "cpu", moe_module.moe_reference)  # imports the backends
         reason = backends.find("moe", "cpu", "native").unavailable()
         assert reason is None, reason
     functions = {"reference": moe_module.moe_reference, "grouped": grouped_reference, "native": moe_native}
@@ -130,6 +135,19 @@ def test_limits_clip_before_the_activation(run: Run, limit: float, scale: float)
     assert clipped == (limit < math.inf)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "scale"), [(math.inf, 2), (1.0, 0.75), (10.0, 12)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("intermediate", [1024, 2048])
+def test_limits_at_whole_widths(intermediate: int, bits: int, limit: float, scale: float) -> None:
+    layer = random_layer(2, 4096, intermediate, [(bits, MCG)], activation=("swiglu", 1.0, 0.0, limit))
+    x, (weights, ids) = inputs(3, 4096) * scale, random_routing(3, 2, 2)
+    result = moe_native(x, *layer.arguments(weights, ids))
+    assert error(result, layer.oracle(x, weights, ids)) < BOUND["native"]
+    layer.function = swiglu()
+    assert (error(result, layer.oracle(x, weights, ids)) > 10 * BOUND["native"]) == (limit < math.inf)
+
+
 def test_padded_channels_between_projections_are_cut_off(run: Run) -> None:
     """Padded outputs may hold noise, and down's padded inputs scales: neither may meet."""
     layer = random_layer(3, 200, 320, [(4, MUL1)], bias=True)
@@ -183,8 +201,7 @@ def test_a_row_does_not_depend_on_its_batch(layer: MoELayer) -> None:
     assert torch.equal(whole, moe_native(x, *layer.arguments(weights, ids)))
     for row in (0, 17, 39):
         part = slice(row, row + 1)
-        alone = moe_native(x[part], *layer.arguments(weights[part], ids[part]))
-        torch.testing.assert_close(alone, whole[part], rtol=1e-4, atol=1e-5)
+        assert torch.equal(moe_native(x[part], *layer.arguments(weights[part], ids[part])), whole[part])
 
 
 def test_long_prompts_are_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch, layer: MoELayer) -> None:
@@ -197,6 +214,21 @@ def test_long_prompts_are_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch, la
 def test_no_tokens_give_no_rows(run: Run, layer: MoELayer) -> None:
     weights, ids = random_routing(0, 8, 3)
     assert run(inputs(0, 256), *layer.arguments(weights, ids)).shape == (0, 256)
+
+
+@pytest.mark.parametrize("function", [*(name for name in BOUND), "cuda"])
+def test_a_rank_without_experts_adds_nothing(function: str) -> None:
+    """An expert_map may leave a rank none. The GPU's op answers before it looks for a GPU: it has nothing to launch."""
+    functions = {"reference": moe_module.moe_reference, "grouped": grouped_reference, "native": moe_native}
+    layer = random_layer(4, 256, 128)
+    x, (weights, ids) = inputs(5, 256).bfloat16(), random_routing(5, 4, 2)
+    layer.projections = []
+    layer.tensors = {name: None if values is None else values[:0] for name, values in layer.tensors.items()}
+    nowhere = torch.full((4,), -1, dtype=torch.int32)
+    found = {**functions, "cuda": moe_cuda}[function](x, *layer.arguments(weights, ids, nowhere))
+    assert found.shape == x.shape
+    assert found.dtype == x.dtype
+    assert not found.any()
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ def test_parameters_have_the_documented_names_and_sizes(tmp_path: Path) -> None:
         assert held[name] and set(getattr(module, name).tolist()) == {MARKER_VALUES[name.partition("_")[2]]}
 
 
-@pytest.mark.parametrize(("intermediate", "ranks"), [(640, 2), (640, 4), (600, 3), (384, 1)])
+@pytest.mark.parametrize(("intermediate", "ranks"), [(640, 2), (640, 4), (704, 4), (600, 3), (384, 1)])
 def test_tensor_parallel_shares_add_up(tmp_path: Path, intermediate: int, ranks: int) -> None:
     """Whole blocks of 128, unevenly shared; the last one padded; biases added once."""
     layer = random_layer(2, 256, intermediate, MIXED, bias=True)

@@ -54,6 +54,8 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
+    if call.table.shape[0] == 0:  # a rank without experts adds nothing to the sum
+        return out.zero_()
     weights, ids = call.topk_weights.to(torch.float32).contiguous(), call.topk_ids
     ids = (ids if ids.dtype in (torch.int32, torch.int64) else ids.int()).contiguous()
     local = None if call.expert_map is None else call.expert_map.to(torch.int32).contiguous()

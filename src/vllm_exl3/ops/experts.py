@@ -64,8 +64,9 @@ TABLE_COLUMNS = len(_COLUMNS)
 def pack_table(experts: Sequence[Sequence[Projection]]) -> torch.Tensor:
     """The table: int64 ``[experts, projections, 8]`` on the CPU, a row's columns as in `Projection`."""
     rows = [[astuple(projection) for projection in expert] for expert in experts]
+    projections = len(rows[0]) if rows else 0
     # On the host whatever the default device is: vLLM builds models under the GPU's, in memory that sleeping discards.
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), -1, TABLE_COLUMNS)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(len(rows), projections, TABLE_COLUMNS)
 
 
 def share_input_scales(table: torch.Tensor, suh: torch.Tensor) -> torch.Tensor:

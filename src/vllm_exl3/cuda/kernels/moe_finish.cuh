@@ -4,14 +4,16 @@
 // `out` lies [row in `order`][projection][out_features]. Of every 16 channels c, in place 2·(c mod 8) + c / 8, so that a lane
 // stores both its channels as one word. One power of two fits all rows: they are scaled such that before the transform no
 // channel exceeds 2^7.5, and that of each the largest is at least half of it; so sums of k channels against the codebooks'
-// unit variance are about 2^6.5 to 2^7.5·sqrt(k), and 2^7.5·k if they all conspire.
+// unit variance are about 2^6.5 to 2^7.5·sqrt(k), and below 2^9.5·k if they all conspire, since no weight exceeds 4. Times
+// STORED_SCALE that is below fp16's largest for every k whose rows fit shared memory, and the usual sums are far above its
+// subnormals.
 #pragma once
 #include "moe_ring.cuh"
 #include "rotation.cuh"
 
 constexpr float MUL1_FACTOR = 1774.0f / 262144.0f;  // k_inv, fp16 0x1EEE
 constexpr float MUL1_OFFSET = -10.3828125f;         // k_bias, fp16 0xC931
-constexpr float STORED_SCALE = 0x1p-7f;
+constexpr float STORED_SCALE = 0x1p-10f;
 
 template <int ROWS, class Pair>
 __device__ __forceinline__ void finish_rows(const float (&sums)[ROWS / 2], const Pair& pair, const RowBlock& rows, u32 index, u32 strip) {
