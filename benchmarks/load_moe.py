@@ -22,8 +22,9 @@ import numpy as np
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
+from vllm_exl3.pack.bfloat16 import to_bfloat16
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.pack_writer import PackTensor, linear_tensors, to_bfloat16, write_pack
+from vllm_exl3.tools.pack_writer import PackTensor, linear_tensors, write_pack
 from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results/cpu/load.json"

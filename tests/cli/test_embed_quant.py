@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from tests.tiny_pack import Draft, Spec, write_safetensors
 from vllm_exl3.cli import app
 from vllm_exl3.pack import Exl3PackError, Pack
+from vllm_exl3.pack.bfloat16 import from_bfloat16
 from vllm_exl3.pack.check import check
-from vllm_exl3.pack.scaled_rows import dequantize_rows, from_bfloat16
+from vllm_exl3.pack.scaled_rows import dequantize_rows
 from vllm_exl3.tools import table_writer
 from vllm_exl3.tools.table_writer import quantize_embedding
 
@@ -154,6 +155,52 @@ def test_pipes_in_the_folder_are_not_waited_for(tmp_path: Path) -> None:
     assert not any(path.is_fifo() for path in (tmp_path / "target").iterdir())
 
 
+def test_a_link_that_leads_nowhere_stays_one_unless_it_should_hold_weights(tmp_path: Path) -> None:
+    source = plain(tmp_path / "source")
+    (source / "README.md").symlink_to("../../nowhere")
+    quantize_embedding(source, tmp_path / "target", 8)
+    assert (tmp_path / "target" / "README.md").readlink() == Path("../../nowhere")
+    (source / "model-00003-of-00003.safetensors").symlink_to("../../nowhere")
+    with pytest.raises(Exl3PackError, match=r"00003-of-00003.*cannot be read"):
+        quantize_embedding(source, tmp_path / "again", 8)
+
+
+_SPOILT_JSON = {
+    "config.json": ("", "[]", "{", '{"a": "\\ud800"}', '{"quantized_embeddings": []}', "\udcff"),
+    "model.safetensors.index.json": ("1.5", "[]", '{"weight_map": 1}', '{"weight_map": ["a"]}'),
+    "quantization_config.json": ('"x"', '{"tensor_storage": 1}'),
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in _SPOILT_JSON.items() for text in texts])
+def test_json_that_cannot_be_rewritten_is_refused_before_anything_is_written(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    source = plain(tmp_path / "source")
+    (source / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(Exl3PackError, match=name):
+        quantize_embedding(source, tmp_path / "target", 8, progress=lambda *_: pytest.fail("quantized"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"text_config": {"x": [NaN, Infinity]}}'),
+        ("model.safetensors.index.json", '{"metadata": 7}'),
+        ("model.safetensors.index.json", '{"metadata": {"total_size": "much"}, "weight_map": {}}'),
+        ("quantization_config.json", '{"tensor_storage": {"model.embed_tokens": 1, "x": [1]}}'),
+        ("quantization_config.json", "{}"),
+    ],
+)
+def test_json_that_says_something_else_is_kept(name: str, text: str, tmp_path: Path) -> None:
+    source = plain(tmp_path / "source")
+    (source / name).write_text(text)
+    quantize_embedding(source, tmp_path / "target", 8)
+    before, after = (json.loads((folder / name).read_text()) for folder in (source, tmp_path / "target"))
+    assert before.keys() <= after.keys()
+
+
 def test_an_existing_target_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     result = CliRunner().invoke(
@@ -165,7 +212,7 @@ def test_an_existing_target_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("qwen3-2.25-mul1-emb4", "EXL3-coded rows, which is quantized already"), ("no-such-folder", "no \\*.safetensors")],
+    [("qwen3-2.25-mul1-emb4", "EXL3-coded rows, which is quantized already"), ("no-such-folder", "no such folder")],
 )
 def test_what_has_no_16_bit_table_is_refused(name: str, found: str, tmp_path: Path) -> None:
     with pytest.raises(Exl3PackError, match=found):
@@ -185,8 +232,10 @@ def test_a_table_is_not_quantized_twice(bits: int, module: str | None, tmp_path:
 def test_an_unusual_name_is_given_by_hand(tmp_path: Path) -> None:
     tensors: dict[str, Spec] = {"tok.table.weight": ("F32", np.ones((4, 128)))}
     Draft(tensors, {}).write(tmp_path / "source")
-    with pytest.raises(Exl3PackError, match="--module"):
+    with pytest.raises(Exl3PackError, match=r"0 token embeddings.*--module"):
         quantize_embedding(tmp_path / "source", tmp_path / "target", 8)
+    with pytest.raises(Exl3PackError, match=r"no tensor tok\.tables\.weight"):
+        quantize_embedding(tmp_path / "source", tmp_path / "target", 8, module="tok.tables")
     assert quantize_embedding(tmp_path / "source", tmp_path / "target", 8, module="tok.table").shape == (4, 128)
 
 
@@ -194,8 +243,8 @@ def test_nan_is_refused_with_its_place_and_leaves_nothing(tmp_path: Path) -> Non
     source = plain(tmp_path / "source")
     tensors: dict[str, Spec] = {f"{KEY}.weight": ("F32", np.where(np.arange(800).reshape(4, 200) == 650, np.nan, 1.0))}
     write_safetensors(source / "model-00001-of-00002.safetensors", tensors)
-    result = CliRunner().invoke(app, ["embed-quant", str(source), str(tmp_path / "target"), "--bits", "4"])
-    assert result.exit_code == 1 and "row 3 holds NaN" in result.output
+    with pytest.raises(Exl3PackError, match="row 3 holds NaN"):
+        quantize_embedding(source, tmp_path / "target", 4)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -210,9 +259,10 @@ def test_bytes_that_change_on_disk_fail_the_verification(tmp_path: Path, monkeyp
     verify = table_writer._Plan.verify
 
     def spoil_first(plan: table_writer._Plan, progress: table_writer.Progress) -> float:
-        data = bytearray(plan._to.read_bytes())
+        file = plan.folder / plan.table.file
+        data = bytearray(file.read_bytes())
         data[-1] ^= 1  # the table comes last
-        plan._to.write_bytes(data)
+        file.write_bytes(data)
         return verify(plan, progress)
 
     monkeypatch.setattr(table_writer._Plan, "verify", spoil_first)

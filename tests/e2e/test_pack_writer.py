@@ -14,9 +14,10 @@ from vllm_exl3.demo.quantize import Recipe, quantize_model, total_weights
 from vllm_exl3.demo.smollm2 import DenseModel, hugging_face_config, hugging_face_tensors
 from vllm_exl3.demo.tokenizer import tokenizer_files
 from vllm_exl3.pack import Pack
+from vllm_exl3.pack.bfloat16 import to_bfloat16
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.pack_writer import PackTensor, to_bfloat16, write_pack, write_safetensors
+from vllm_exl3.tools.pack_writer import PackTensor, write_pack, write_safetensors
 from vllm_exl3.tools.random_pack import write_random_pack
 
 SMALL = {"hidden": 192, "intermediate": 320, "layers": 2, "heads": 3, "kv_heads": 1, "head_dim": 64, "vocab": 200}

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.tiny_pack import Draft, llama
 from vllm_exl3.pack import Exl3PackError, Pack, StoredScaledTable
+from vllm_exl3.pack.bfloat16 import from_bfloat16, to_bfloat16
 from vllm_exl3.pack.check import check, find_faults
-from vllm_exl3.pack.scaled_rows import dequantize_rows, from_bfloat16, quantize_rows, row_layout, to_bfloat16
+from vllm_exl3.pack.scaled_rows import dequantize_rows, quantize_rows, row_layout
 from vllm_exl3.pack.skip import classify
 
 WIDTHS = st.sampled_from([1, 2, 63, 64, 127, 128, 129, 130, 256, 576, 2880])

@@ -21,8 +21,8 @@ from tests.serving.engine import (
 )
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.codec import dense_weight
-from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.pack_writer import PackTensor, linear_tensors, pad_to_block, write_pack
+from vllm_exl3.pack.stored import Codebook, pad_to_block
+from vllm_exl3.tools.pack_writer import PackTensor, linear_tensors, write_pack
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD, EXPERTS, TOP_K, VOCAB = 256, 192, 2, 4, 2, 64, 6, 2, 640
 """The experts' inner width is padded to 256."""

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.demo.smollm2 import DenseModel
-from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, pad_to_block, write_pack
+from vllm_exl3.pack.stored import Codebook, pad_to_block
+from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, write_pack
 
 __all__ = ["EncodedLinear", "Encoder", "Recipe", "quantize_model"]
 

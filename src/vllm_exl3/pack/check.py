@@ -12,9 +12,9 @@ import numpy as np
 
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
-from vllm_exl3.pack.files import missing_file_fault
+from vllm_exl3.pack.files import INDEX, missing_file_fault
 from vllm_exl3.pack.metadata import architectures, text_configs
-from vllm_exl3.pack.pack import INDEX, Pack
+from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, classify, main_layers
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredTensor

@@ -11,7 +11,9 @@ from vllm_exl3.pack.source import Source
 if TYPE_CHECKING:
     from vllm_exl3.pack.pack import Pack
 
-__all__ = ["missing_file_fault", "no_trellis_fault", "sharded_state_fault", "weight_files"]
+__all__ = ["INDEX", "missing_file_fault", "no_trellis_fault", "sharded_state_fault", "weight_files"]
+
+INDEX = "model.safetensors.index.json"
 
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 
@@ -42,7 +44,7 @@ def _consolidated(name: str) -> bool:
 
 def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
     """The fault of a pack whose index or file numbering names files that are not there."""
-    wanted = dict.fromkeys((pack.index or {}).values(), "model.safetensors.index.json")
+    wanted = dict.fromkeys((pack.index or {}).values(), INDEX)
     for name in pack.files:
         if match := _NUMBERED.match(name):
             count = int(match["count"])

@@ -12,6 +12,7 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.json_text import JsonEntries, parse_json
 
 __all__ = [
+    "SIDECAR",
     "architectures",
     "declared_blocks",
     "ledger_entries",

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from vllm_exl3.pack import metadata
 from vllm_exl3.pack.assemble import assemble, group_experts
+from vllm_exl3.pack.bfloat16 import from_bfloat16
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.files import missing_file_fault, no_trellis_fault, sharded_state_fault, weight_files
+from vllm_exl3.pack.files import INDEX, missing_file_fault, no_trellis_fault, sharded_state_fault, weight_files
 from vllm_exl3.pack.headers import FileHeader, paused_gc, read_header
 from vllm_exl3.pack.source import LocalFolder, Source
 from vllm_exl3.pack.stored import (
@@ -33,7 +34,6 @@ from vllm_exl3.pack.stored import (
 
 __all__ = ["Pack"]
 
-INDEX = "model.safetensors.index.json"
 _THREADS = 8
 _KEPT = 4
 _opened: "OrderedDict[tuple[object, ...], Pack]" = OrderedDict()
@@ -145,9 +145,7 @@ class Pack:
             )
         data = self._files.read(tensor.file, tensor.start, tensor.nbytes)
         values = np.frombuffer(data, _NUMPY[tensor.dtype]).reshape(tensor.shape)
-        if tensor.dtype == "BF16":
-            return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return values
+        return from_bfloat16(values) if tensor.dtype == "BF16" else values
 
     def read_many(self, tensors: Sequence[StoredTensor]) -> list[bytes]:
         """The raw bytes of many small tensors, such as all markers."""

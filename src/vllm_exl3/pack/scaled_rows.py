@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.pack.assemble import SCALE_GROUP
+from vllm_exl3.pack.bfloat16 import from_bfloat16, to_bfloat16
 
-__all__ = ["SCALE_DTYPE", "dequantize_rows", "from_bfloat16", "quantize_rows", "row_layout", "to_bfloat16"]
+__all__ = ["SCALE_DTYPE", "dequantize_rows", "quantize_rows", "row_layout"]
 
 Array = npt.NDArray[Any]
 Single = npt.NDArray[np.float32]
@@ -76,17 +77,6 @@ def dequantize_rows(table: Array, scales: Array, width: int) -> Single:
     integers = table if table.dtype == np.int8 else _unpack_nibbles(table)[:, :width]
     of_column = np.zeros(width, np.int64) if groups == 1 else np.arange(width) // SCALE_GROUP
     return integers.astype(np.float32) * scales.astype(np.float32)[:, of_column]
-
-
-def to_bfloat16(values: Array) -> npt.NDArray[np.uint16]:
-    """Bit patterns of the bfloat16 nearest to finite values, ties to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-
-
-def from_bfloat16(bits: Array) -> Single:
-    """Values of bfloat16 bit patterns."""
-    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _best(blocks: Single, bits: int) -> tuple[npt.NDArray[np.int8], Single]:

@@ -18,6 +18,7 @@ __all__ = [
     "StoredRowTable",
     "StoredScaledTable",
     "StoredTensor",
+    "pad_to_block",
 ]
 
 TILE = 16
@@ -28,6 +29,11 @@ BLOCK = 128
 
 HALF_BITS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 """Every 2·K that the format knows; the odd ones (K = 1.5, 2.5, 3.5) exist with mul1 only."""
+
+
+def pad_to_block(channels: int) -> int:
+    """The stored width of an axis with so many channels: the next multiple of `BLOCK`."""
+    return -(-channels // BLOCK) * BLOCK
 
 
 class Codebook(enum.IntEnum):

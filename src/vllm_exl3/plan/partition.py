@@ -10,7 +10,7 @@ blocks are stored twice, and any width can be split at any edge.
 from dataclasses import dataclass
 
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.pack.stored import BLOCK, pad_to_block
 
 __all__ = ["Piece", "block_split", "covering_blocks", "piece"]
 
@@ -45,8 +45,7 @@ def covering_blocks(start: int, size: int) -> tuple[int, int, int]:
         First stored channel, number of stored channels, and where the range begins in them.
     """
     first = start // BLOCK * BLOCK
-    end = -(-(start + size) // BLOCK) * BLOCK
-    return first, end - first, start - first
+    return first, pad_to_block(start + size) - first, start - first
 
 
 def piece(rows: tuple[int, int], columns: tuple[int, int]) -> Piece:
@@ -75,10 +74,11 @@ def block_split(total: int, rank: int, ranks: int, *, where: str) -> tuple[int, 
     blocks = total // BLOCK
     if blocks < ranks:
         raise Exl3PackError(
-            found=f"{blocks} blocks of {BLOCK} channels for {ranks} tensor-parallel ranks",
+            found=f"{blocks} block{'s' if blocks != 1 else ''} of {BLOCK} channels for {ranks} ranks",
             expected="at least one block per rank",
             where=where,
-            remedy=f"Use --tensor-parallel-size {blocks} or less, or --enable-expert-parallel: it keeps experts whole.",
+            remedy=f"Use --enable-expert-parallel, which keeps experts whole, or at most {blocks} ranks: without it, "
+            "tensor-parallel and data-parallel ranks all share each expert.",
         )
     share, more = divmod(blocks, ranks)
     start = rank * share + min(rank, more)

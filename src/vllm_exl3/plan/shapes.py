@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_exl3.pack.metadata import text_config
-from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.pack.stored import pad_to_block
 
 __all__ = ["ROW_LEAVES", "input_width", "number", "output_width"]
 
@@ -71,7 +71,7 @@ def output_width(leaf: str, stored: int, config: Mapping[str, Any]) -> int:
 
 def _unpad(stored: int, widths: Sequence[int]) -> int:
     """The width that pads to ``stored``; ``stored`` itself when it is one, or when none or several fit."""
-    fitting = {width for width in widths if width and -(-width // BLOCK) * BLOCK == stored}
+    fitting = {width for width in widths if width and pad_to_block(width) == stored}
     return fitting.pop() if len(fitting) == 1 else stored
 
 

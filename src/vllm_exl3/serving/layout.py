@@ -13,7 +13,7 @@ import torch
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
-from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear
+from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear, pad_to_block
 from vllm_exl3.plan.partition import Piece, piece
 
 __all__ = ["DenseSlot", "Layout", "Output", "Slot", "layer_outputs"]
@@ -200,7 +200,7 @@ class Layout:
         self._svh_size += taken.column_size
 
     def _check_inputs(self, linear: StoredLinear, total: int) -> None:
-        padded = -(-total // BLOCK) * BLOCK
+        padded = pad_to_block(total)
         if linear.in_features != padded:
             raise Exl3PackError(
                 found=f"a trellis with {linear.in_features} input channels",
@@ -263,7 +263,7 @@ _REPEATED = (
 
 
 def _fits(part: Part, width: int, total: int) -> bool:
-    return width == total if part.linear is None else width == -(-total // BLOCK) * BLOCK
+    return width == total if part.linear is None else width == pad_to_block(total)
 
 
 def _ranges(outputs: Sequence[Output]) -> list[tuple[int, int]]:

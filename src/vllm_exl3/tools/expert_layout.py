@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from vllm_exl3.ops.experts import Projection
-from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.pack.stored import pad_to_block
 
 __all__ = ["lay_out_experts"]
 
@@ -30,7 +30,7 @@ def lay_out_experts(
     Returns:
         The rows of the op's table, and for ``w13`` and ``w2`` the sizes of trellis (16-bit words), suh, svh and bias.
     """
-    inner, outer = -(-intermediate // BLOCK) * BLOCK, -(-hidden // BLOCK) * BLOCK
+    inner, outer = pad_to_block(intermediate), pad_to_block(hidden)
     at = {"w13": [0, 0, 0, 0], "w2": [0, 0, 0, 0]}
     projections: list[list[Projection]] = []
     count = 0

@@ -7,7 +7,6 @@ size takes the memory of its largest tensor. The layout is the one exllamav3 1.6
 import json
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,24 +19,17 @@ import numpy.typing as npt
 
 from vllm_exl3 import __version__
 from vllm_exl3.pack.assemble import MARKERS
+from vllm_exl3.pack.files import INDEX
+from vllm_exl3.pack.metadata import SIDECAR
 from vllm_exl3.pack.stored import TILE, Codebook
+from vllm_exl3.tools.safetensors_layout import lay_out, ledger_record, nbytes
 
-__all__ = ["WRITER", "PackTensor", "linear_tensors", "pad_to_block", "to_bfloat16", "write_pack", "write_safetensors"]
+__all__ = ["WRITER", "PackTensor", "linear_tensors", "write_json", "write_pack", "write_safetensors"]
 
 Array = npt.NDArray[Any]
 
 WRITER = f"vllm-exl3 {__version__}"
 """What ``version`` of a quantization config says of packs written here."""
-
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I16": 2, "I32": 4, "I64": 8}
-_TORCH_NAMES = {
-    "BF16": "torch.bfloat16",
-    "F16": "torch.float16",
-    "F32": "torch.float32",
-    "I16": "torch.int16",
-    "I32": "torch.int32",
-    "I64": "torch.int64",
-}
 
 
 @dataclass(frozen=True)
@@ -59,18 +51,7 @@ class PackTensor:
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return prod(self.shape) * _ITEM_BYTES[self.dtype]
-
-
-def to_bfloat16(values: Array) -> npt.NDArray[np.uint16]:
-    """The bfloat16 bit patterns nearest to finite ``values`` (ties to even), any shape."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def pad_to_block(width: int, block: int = 128) -> int:
-    """The stored width of an axis: the next multiple of the Hadamard block."""
-    return -(-width // block) * block
+        return nbytes(self.dtype, self.shape)
 
 
 def linear_tensors(
@@ -117,15 +98,9 @@ def write_safetensors(
     Raises:
         ValueError: a tensor's values have another size than its description.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    layout = lay_out(((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), {"format": "pt"})
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(layout.header)
         for tensor in tensors:
             _write_values(file, tensor)
             written(tensor)
@@ -171,8 +146,8 @@ def write_pack(
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         _write_shards(temporary, planned, max_shard_bytes, written)
-        _write_json(temporary / "config.json", {**config, "quantization_config": dict(quantization)})
-        _write_json(temporary / "quantization_config.json", {**quantization, "tensor_storage": tensor_storage(planned)})
+        write_json(temporary / "config.json", {**config, "quantization_config": dict(quantization)})
+        write_json(temporary / SIDECAR, {**quantization, "tensor_storage": tensor_storage(planned)})
         for name, text in (extra_files or {}).items():
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.chmod(0o755)
@@ -205,7 +180,7 @@ def _write_shards(
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
         "weight_map": {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
     }
-    _write_json(folder / "model.safetensors.index.json", index)
+    write_json(folder / INDEX, index)
 
 
 def tensor_storage(tensors: Iterable[PackTensor]) -> dict[str, dict[str, Any]]:
@@ -214,11 +189,7 @@ def tensor_storage(tensors: Iterable[PackTensor]) -> dict[str, dict[str, Any]]:
     for tensor in tensors:
         key, _, leaf = tensor.name.rpartition(".")
         module = modules.setdefault(key, {"stored_tensors": {}})
-        module["stored_tensors"][tensor.name] = {
-            "shape": list(tensor.shape),
-            "n_bytes": tensor.nbytes,
-            "dtype": _TORCH_NAMES[tensor.dtype],
-        }
+        module["stored_tensors"][tensor.name] = ledger_record(tensor.dtype, tensor.shape)
         if leaf == "trellis":
             bits = tensor.shape[-1] / TILE
             module |= {"quant_format": "exl3", "bits_per_weight": int(bits) if bits.is_integer() else bits}
@@ -227,5 +198,6 @@ def tensor_storage(tensors: Iterable[PackTensor]) -> dict[str, dict[str, Any]]:
     return modules
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a configuration file of a model."""
     path.write_text(json.dumps(value, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")

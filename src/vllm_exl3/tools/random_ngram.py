@@ -4,18 +4,16 @@ Rows that are not filled are holes of the file: they take no disk, and decode to
 one exllamav3 1.6.5 writes.
 """
 
-import json
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.pack.assemble import RING_NGRAM
 from vllm_exl3.pack.stored import TILE
+from vllm_exl3.tools.safetensors_layout import lay_out
 
 __all__ = ["random_rows", "write_ngram_table"]
 
@@ -66,35 +64,25 @@ def write_ngram_table(
     }
     of_shard = -(-rows // max(1, shards))
     parts = [min(of_shard, rows - first) for first in range(0, rows, of_shard)]
-    header: dict[str, Any] = {"__metadata__": {"format": "exl3_ngram_trellis", "version": "1", "K": str(bits)}}
-    at = 0
-    for index, count in enumerate(parts):
-        name = f"{key}.shard_{index}.trellis" if shards else f"{key}.trellis"
-        end = at + 2 * words * count
-        header[name] = {"dtype": "I16", "shape": [count, words], "data_offsets": [at, end]}
-        at = end
-    table_bytes = at
-    for leaf, (dtype, values) in small.items():
-        header[f"{key}.{leaf}"] = {
-            "dtype": dtype,
-            "shape": list(values.shape),
-            "data_offsets": [at, at + values.nbytes],
-        }
-        at += values.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    base = 8 + len(text)
+    names = [f"{key}.shard_{index}.trellis" if shards else f"{key}.trellis" for index in range(len(parts))]
+    layout = lay_out(
+        [
+            *((name, "I16", (count, words)) for name, count in zip(names, parts, strict=True)),
+            *((f"{key}.{leaf}", dtype, values.shape) for leaf, (dtype, values) in small.items()),
+        ],
+        {"format": "exl3_ngram_trellis", "version": "1", "K": str(bits)},
+    )
     numbers = np.arange(rows) if filled is None else np.unique(np.asarray(filled, np.int64))
     code = random_rows(len(numbers), bits, rng)
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(base + at)
+        file.write(layout.header)
+        file.truncate(layout.nbytes)
         if filled is None:
             file.write(code.tobytes())
         else:
             for number, row in zip(numbers.tolist(), code, strict=True):
-                os.pwrite(file.fileno(), row.tobytes(), base + number * row.nbytes)
-        file.seek(base + table_bytes)
-        for _, values in small.values():
+                os.pwrite(file.fileno(), row.tobytes(), layout.starts[names[0]] + number * row.nbytes)
+        for leaf, (_, values) in small.items():
+            file.seek(layout.starts[f"{key}.{leaf}"])
             file.write(values.tobytes())
     return dict(zip(numbers.tolist(), code, strict=True))

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, pad_to_block, to_bfloat16, write_pack
+from vllm_exl3.pack.bfloat16 import to_bfloat16
+from vllm_exl3.pack.stored import Codebook, pad_to_block
+from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, write_pack
 
 __all__ = ["write_random_pack"]
 

@@ -4,34 +4,27 @@ Streams: a block of rows at a time is read, quantized, written, and afterwards r
 its source. The folder appears under its name only once it is complete and verified.
 """
 
-import json
 import os
 import shutil
-import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_exl3.pack.bfloat16 import from_bfloat16, to_bfloat16
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.headers import ITEM_BITS, FileHeader, read_header
-from vllm_exl3.pack.pack import INDEX
-from vllm_exl3.pack.scaled_rows import (
-    SCALE_DTYPE,
-    dequantize_rows,
-    from_bfloat16,
-    quantize_rows,
-    row_layout,
-    to_bfloat16,
-)
-from vllm_exl3.pack.spelling import is_embedding_name
+from vllm_exl3.pack.headers import ITEM_BITS, FileHeader
+from vllm_exl3.pack.scaled_rows import SCALE_DTYPE, dequantize_rows, quantize_rows, row_layout
+from vllm_exl3.pack.source import LocalFolder
 from vllm_exl3.pack.stored import StoredTensor
+from vllm_exl3.tools.safetensors_layout import lay_out, nbytes
+from vllm_exl3.tools.table_json import TableDescriptions
+from vllm_exl3.tools.table_source import find_table, open_model, read_headers
 
 __all__ = ["Result", "quantize_embedding"]
 
@@ -41,8 +34,6 @@ Progress = Callable[[str, int, int], None]
 
 _BLOCK_BYTES = 8 << 20
 """Source bytes of the rows that are in memory at a time; their float32 temporaries are about ten times that."""
-
-_SOURCE_DTYPES = ("F16", "BF16", "F32")
 
 
 @dataclass(frozen=True)
@@ -84,91 +75,31 @@ def quantize_embedding(
         progress: called while rows are written and verified.
 
     Raises:
-        Exl3PackError: ``target`` exists or lies inside ``source``, which may also have no 16-bit table.
-        ValueError: the table holds NaN or infinity.
+        Exl3PackError: ``target`` exists or lies inside ``source``, which may also have no 16-bit table, or one that
+            holds NaN or infinity.
+        OSError: the system refuses to write ``target``.
     """
     if target.exists() or target.is_symlink():
         raise _fault("an existing folder or file", "a name that is free", str(target), "Choose another, or remove it.")
     if target.resolve().is_relative_to(source.resolve()):
         raise _fault("a folder inside the source", "one beside it", str(target), "Choose a folder elsewhere.")
-    headers = _headers(source)
-    table = _find_table(headers, source, module)
+    model = open_model(source)
+    headers = read_headers(model)
+    table = find_table(headers, model.label, module)
+    descriptions = TableDescriptions(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.embed-quant-", dir=target.parent))
     try:
-        plan = _Plan(source, temporary, headers[table.file], table, bits)
+        plan = _Plan(model, temporary, headers[table.file], table, bits)
         plan.write(progress)
         relative_error = plan.verify(progress)
-        rewritten = {table.file, "config.json", INDEX, "quantization_config.json"}
-        _bring_the_rest(source, temporary, rewritten, copy)
-        _write_json_files(source, temporary, plan)
+        _bring_the_rest(source, temporary, {table.file, *descriptions.files}, copy)
+        descriptions.write(temporary, table, plan.new, {"bits": bits, "rows": plan.shape[0], "width": plan.shape[1]})
         temporary.chmod(0o755)
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Result(table.name.rpartition(".")[0], plan.shape, table.nbytes, plan.table_bytes, relative_error)
-
-
-def _headers(source: Path) -> dict[str, FileHeader]:
-    headers = {}
-    for path in sorted(filter(Path.is_file, source.glob("*.safetensors"))):
-        with path.open("rb") as file:
-            headers[path.name] = read_header(path.name, path.stat().st_size, partial(_read_range, file))
-    if not headers:
-        raise _fault("no *.safetensors", "a Hugging Face model folder", str(source), "Give the model's folder.")
-    return headers
-
-
-def _read_range(file: BinaryIO, start: int, length: int) -> bytes:
-    file.seek(start)
-    return file.read(length)
-
-
-def _find_table(headers: Mapping[str, FileHeader], source: Path, module: str | None) -> StoredTensor:
-    """The one dense token embedding, by name."""
-    tensors = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
-    if module is not None:
-        names = [name for name in (f"{module}.weight",) if name in tensors]
-    else:
-        names = [
-            name
-            for name, tensor in tensors.items()
-            if name.endswith(".weight") and is_embedding_name(name.removesuffix(".weight")) and len(tensor.shape) == 2
-        ]
-    if not names and (quantized := _quantized_table(tensors, module)) is not None:
-        raise _fault(
-            f"{quantized}, which is quantized already",
-            "a 16-bit table",
-            str(source),
-            "Start from the model that this folder was made from: quantizing a second time would only add error.",
-        )
-    if len(names) != 1:
-        stored = [name for name in tensors if "embed" in name]
-        raise _fault(
-            f"{len(names)} token embeddings ({', '.join(names or stored[:4]) or 'nothing similar'})",
-            "one 16-bit .weight to replace",
-            str(source),
-            "Name the module with --module, such as model.embed_tokens.",
-        )
-    table = tensors[names[0]]
-    if table.dtype not in _SOURCE_DTYPES or len(table.shape) != 2 or not min(table.shape):
-        raise _fault(
-            f"{table.dtype} {list(table.shape)}",
-            f"{', '.join(_SOURCE_DTYPES)} of rank 2",
-            f"{table.name} in {table.file}",
-            "Start from the 16-bit model.",
-        )
-    return table
-
-
-def _quantized_table(tensors: Mapping[str, StoredTensor], module: str | None) -> str | None:
-    """The name and kind of a token embedding that is stored as codes, or None."""
-    for name, tensor in tensors.items():
-        key, _, leaf = name.rpartition(".")
-        if leaf in ("qrows", "signs") and (is_embedding_name(key) if module is None else key == module):
-            kind = {"I8": "int8", "U8": "int4"}.get(tensor.dtype) if leaf == "qrows" else "EXL3-coded"
-            return f"{key} as {kind} rows" if kind else key
-    return None
 
 
 class _Plan:
@@ -182,8 +113,8 @@ class _Plan:
         bits: 8 or 4.
     """
 
-    def __init__(self, source: Path, folder: Path, header: FileHeader, table: StoredTensor, bits: int) -> None:
-        self.table, self.bits, self.header = table, bits, header
+    def __init__(self, source: LocalFolder, folder: Path, header: FileHeader, table: StoredTensor, bits: int) -> None:
+        self.source, self.folder, self.header, self.table, self.bits = source, folder, header, table, bits
         self.key = table.name.removesuffix(".weight")
         rows, width = table.shape
         self.shape = (rows, width)
@@ -192,8 +123,7 @@ class _Plan:
             f"{self.key}.scales": (SCALE_DTYPE[bits], (rows, groups)),
             f"{self.key}.qrows": ("I8" if bits == 8 else "U8", (rows, columns)),
         }
-        self.table_bytes = sum(_nbytes(dtype, shape) for dtype, shape in self.new.values())
-        self._from, self._to = source / table.file, folder / table.file
+        self.table_bytes = sum(nbytes(dtype, shape) for dtype, shape in self.new.values())
 
     def write(self, progress: Progress) -> None:
         """Write the replacement: every other tensor as it was, the table quantized."""
@@ -201,26 +131,19 @@ class _Plan:
         sizes = {tensor.name: (tensor.dtype, tensor.shape) for tensor in others} | self.new
         # The widest elements first, so that each tensor begins at a multiple of its element size.
         order = sorted(sizes, key=lambda name: -ITEM_BITS[sizes[name][0]])
-        header: dict[str, Any] = {"__metadata__": dict(self.header.metadata)} if self.header.metadata else {}
-        end = 0
-        for name in order:
-            start, end = end, end + _nbytes(*sizes[name])
-            dtype, shape = sizes[name]
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with self._from.open("rb") as source, self._to.open("xb") as target:
-            target.write(struct.pack("<Q", len(text)) + text)
-            first = target.tell()
+        layout = lay_out(((name, *sizes[name]) for name in order), self.header.metadata)
+        with (self.folder / self.table.file).open("xb") as target:
+            target.write(layout.header)
             for tensor in others:
-                target.seek(first + header[tensor.name]["data_offsets"][0])
-                _copy_range(source, target, tensor)
-            starts = [first + header[f"{self.key}.{leaf}"]["data_offsets"][0] for leaf in ("qrows", "scales")]
-            for start, values in self._source_blocks(source, "quantizing", progress):
-                for position, data in zip(starts, self._encode(values, start), strict=True):
-                    target.seek(position + start * data[0].nbytes)
-                    target.write(data.data)
-            target.truncate(first + end)
+                target.seek(layout.starts[tensor.name])
+                for data in _pieces(self.source, tensor):
+                    target.write(data)
+            starts = [layout.starts[f"{self.key}.{leaf}"] for leaf in ("qrows", "scales")]
+            for start, values in self._source_blocks("quantizing", progress):
+                for position, rows in zip(starts, self._encode(values, start), strict=True):
+                    target.seek(position + start * rows[0].nbytes)
+                    target.write(rows.data)
+            target.truncate(layout.nbytes)
             target.flush()
             os.fsync(target.fileno())
 
@@ -233,72 +156,80 @@ class _Plan:
         Raises:
             Exl3PackError: a tensor has not arrived as it was meant to be.
         """
-        with self._from.open("rb") as source, self._to.open("rb") as target:
-            size = self._to.stat().st_size
-            written = read_header(self.table.file, size, partial(_read_range, target)).tensors
-            for tensor in self.header.tensors.values():
-                if tensor is not self.table:
-                    _compare_range(source, target, tensor, written[tensor.name])
-            difference = norm = 0.0
-            for start, values in self._source_blocks(source, "verifying", progress):
-                codes, scales = (
-                    self._stored_rows(target, written[f"{self.key}.{leaf}"], start, len(values))
-                    for leaf in ("qrows", "scales")
-                )
-                wanted_codes, wanted_scales = quantize_rows(values, self.bits)
-                wrong = (codes != wanted_codes).any(1) | (scales != wanted_scales).any(1)
-                if wrong.any():
-                    raise _fault(
-                        f"other bytes than were written, in row {start + int(wrong.argmax())}",
-                        "the quantized row",
-                        f"{self.key}.qrows in {self._to.name}, read back",
-                        "Check the disk, then run the command again.",
-                    )
-                error = dequantize_rows(codes, scales, values.shape[1]) - values
-                difference += float(np.square(error, dtype=np.float64).sum())
-                norm += float(np.square(values, dtype=np.float64).sum())
+        target = LocalFolder(self.folder)
+        written = read_headers(target)[self.table.file].tensors
+        for tensor in self.header.tensors.values():
+            if tensor is not self.table:
+                pairs = zip(_pieces(self.source, tensor), _pieces(target, written[tensor.name]), strict=True)
+                if any(before != after for before, after in pairs):
+                    raise self._changed("other bytes than in the source", "a plain copy", tensor.name)
+        difference = norm = 0.0
+        for start, values in self._source_blocks("verifying", progress):
+            codes, scales = (
+                _rows(target, written[f"{self.key}.{leaf}"], start, len(values)) for leaf in ("qrows", "scales")
+            )
+            wanted_codes, wanted_scales = quantize_rows(values, self.bits)
+            wrong = (codes != wanted_codes).any(1) | (scales != wanted_scales).any(1)
+            if wrong.any():
+                found = f"other bytes than were written, in row {start + int(wrong.argmax())}"
+                raise self._changed(found, "the quantized row", f"{self.key}.qrows")
+            error = dequantize_rows(codes, scales, values.shape[1]) - values
+            difference += float(np.square(error, dtype=np.float64).sum())
+            norm += float(np.square(values, dtype=np.float64).sum())
         return (difference / norm) ** 0.5 if norm else 0.0
 
-    def entry(self) -> dict[str, int]:
-        """What ``quantized_embeddings`` of config.json says of the table."""
-        return {"bits": self.bits, "rows": self.shape[0], "width": self.shape[1]}
+    def _changed(self, found: str, expected: str, name: str) -> Exl3PackError:
+        where = f"{name} in {self.table.file}, read back"
+        return _fault(found, expected, where, "Check the disk, then run the command again.")
 
-    def _source_blocks(
-        self, source: BinaryIO, phase: str, progress: Progress
-    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+    def _source_blocks(self, phase: str, progress: Progress) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         rows = self.shape[0]
         row_bytes = self.table.nbytes // rows
         step = max(1, _BLOCK_BYTES // row_bytes)
         for start in range(0, rows, step):
-            yield start, self._stored_rows(source, self.table, start, min(step, rows - start))
+            yield start, _rows(self.source, self.table, start, min(step, rows - start))
             progress(phase, min(start + step, rows) * row_bytes, self.table.nbytes)
-
-    def _stored_rows(self, file: BinaryIO, tensor: StoredTensor, start: int, count: int) -> Array:
-        """Some rows of a stored tensor; floats come as float32."""
-        row_bytes = tensor.nbytes // tensor.shape[0]
-        data = _read_range(file, tensor.start + start * row_bytes, count * row_bytes)
-        dtype = {"I8": "i1", "U8": "u1", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}[tensor.dtype]
-        values = np.frombuffer(data, dtype).reshape(count, -1)
-        if tensor.dtype == "BF16":
-            return from_bfloat16(values)
-        return values.astype(np.float32) if tensor.dtype.startswith("F") else values
 
     def _encode(self, values: npt.NDArray[np.float32], start: int) -> tuple[Array, Array]:
         try:
             codes, scales = quantize_rows(values, self.bits)
         except ValueError as error:
-            raise ValueError(f"{self.table.name} in {self.table.file}, rows from {start}: {error}") from None
+            raise _fault(
+                f"rows from {start}: {error}",
+                "finite values",
+                f"{self.table.name} in {self.table.file}",
+                "The file is damaged, or the model was never sound: fetch it again.",
+            ) from None
         return np.ascontiguousarray(codes), to_bfloat16(scales) if SCALE_DTYPE[self.bits] == "BF16" else scales
 
 
-def _bring_the_rest(source: Path, folder: Path, rewritten: set[str], copy: bool) -> None:
-    """Hard-link every other file, or copy it where the file system cannot."""
+def _rows(folder: LocalFolder, tensor: StoredTensor, start: int, count: int) -> Array:
+    """Some rows of a stored tensor; floats come as float32."""
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    data = folder.read(tensor.file, tensor.start + start * row_bytes, count * row_bytes)
+    dtype = {"I8": "i1", "U8": "u1", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}[tensor.dtype]
+    values = np.frombuffer(data, dtype).reshape(count, -1)
+    if tensor.dtype == "BF16":
+        return from_bfloat16(values)
+    return values.astype(np.float32) if tensor.dtype.startswith("F") else values
+
+
+def _pieces(folder: LocalFolder, tensor: StoredTensor) -> Iterator[bytes]:
+    """All bytes of a stored tensor, a block at a time."""
+    for start in range(0, tensor.nbytes, _BLOCK_BYTES):
+        yield folder.read(tensor.file, tensor.start + start, min(_BLOCK_BYTES, tensor.nbytes - start))
+
+
+def _bring_the_rest(source: Path, folder: Path, rewritten: Collection[str], copy: bool) -> None:
+    """Hard-link every other file, or copy it where the file system cannot; a link that leads nowhere stays one."""
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         if path.is_dir():
             (folder / name).mkdir(exist_ok=True)
         elif path.is_file() and str(name) not in rewritten:
             _link_or_copy(path.resolve(), folder / name, copy)
+        elif path.is_symlink() and not path.exists():
+            (folder / name).symlink_to(path.readlink())
 
 
 def _link_or_copy(path: Path, target: Path, copy: bool) -> None:
@@ -307,59 +238,6 @@ def _link_or_copy(path: Path, target: Path, copy: bool) -> None:
             os.link(path, target)
             return
     shutil.copy2(path, target)
-
-
-def _write_json_files(source: Path, folder: Path, plan: _Plan) -> None:
-    config = _json(source / "config.json") or {}
-    config.setdefault("quantized_embeddings", {})[plan.key] = plan.entry()
-    _write_json(folder / "config.json", config)
-    if (index := _json(source / INDEX)) is not None:
-        weight_map = {name: file for name, file in index["weight_map"].items() if name != plan.table.name}
-        index["weight_map"] = weight_map | dict.fromkeys(plan.new, plan.table.file)
-        if "total_size" in index.get("metadata", {}):
-            index["metadata"]["total_size"] += plan.table_bytes - plan.table.nbytes
-        _write_json(folder / INDEX, index)
-    if (ledger := _json(source / "quantization_config.json")) is not None:
-        if plan.key in ledger.get("tensor_storage", {}):
-            ledger["tensor_storage"][plan.key] = {"stored_tensors": _ledger_entry(plan.new)}
-        _write_json(folder / "quantization_config.json", ledger)
-
-
-def _ledger_entry(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Any]:
-    names = {"F32": "torch.float32", "BF16": "torch.bfloat16", "I8": "torch.int8", "U8": "torch.uint8"}
-    return {
-        name: {"shape": list(shape), "n_bytes": _nbytes(dtype, shape), "dtype": names[dtype]}
-        for name, (dtype, shape) in tensors.items()
-    }
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _copy_range(source: BinaryIO, target: BinaryIO, tensor: StoredTensor) -> None:
-    for start in range(0, tensor.nbytes, _BLOCK_BYTES):
-        target.write(_read_range(source, tensor.start + start, min(_BLOCK_BYTES, tensor.nbytes - start)))
-
-
-def _compare_range(source: BinaryIO, target: BinaryIO, before: StoredTensor, after: StoredTensor) -> None:
-    for start in range(0, before.nbytes, _BLOCK_BYTES):
-        length = min(_BLOCK_BYTES, before.nbytes - start)
-        if _read_range(source, before.start + start, length) != _read_range(target, after.start + start, length):
-            raise _fault(
-                "other bytes than in the source",
-                "a plain copy",
-                f"{after.name} in {after.file}, read back",
-                "Check the disk, then run the command again.",
-            )
-
-
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * ITEM_BITS[dtype] // 8
 
 
 def _fault(found: str, expected: str, where: str, remedy: str) -> Exl3PackError:
