@@ -72,7 +72,7 @@ def test_experts_need_a_block_per_rank_or_whole_experts(tmp_path: Path) -> None:
     pack = _pack(tmp_path, {**HEADS_8, "moe_intermediate_size": 256}, experts=4)
     split = {degree.degree: degree.blocker for degree in tensor_parallel(pack)}
     assert split[2] is None
-    assert split[4] == "model.layers.0.mlp.experts.0.down_proj: 2 blocks of 128 channels for 4 tensor-parallel ranks"
+    assert split[4] == "model.layers.0.mlp.experts.0.down_proj: 2 blocks of 128 channels for 4 ranks"
     whole = {degree.degree: degree.blocker for degree in expert_parallel(pack)}
     assert whole[4] is None
     assert whole[8] == "model.layers.0.mlp.experts: 4 experts for 8 ranks"

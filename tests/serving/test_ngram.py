@@ -99,6 +99,7 @@ def test_two_ranks_share_the_rows_and_give_one_rank_s(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "VLLM_DIST_IDENT": "ngram",  # what vLLM's workers set: shared memory is called by it
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
     }
     output = subprocess.run(
