@@ -156,6 +156,29 @@ def test_a_process_leaves_its_counters_in_a_folder_that_others_cannot_read(tmp_p
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+ENDING = """
+import shutil, sys, threading
+from vllm_exl3.serving import metrics
+metrics._EVERY = 0.001
+original = shutil.rmtree
+def slowly(folder, **options):
+    original(folder, **options)
+    threading.Event().wait(0.3)  # the other thread may write meanwhile
+    print("left", folder.exists())
+metrics.shutil.rmtree = slowly
+metrics.register_metrics()
+metrics.leave_counters("auto")
+threading.Event().wait(0.3)
+"""
+
+
+def test_a_process_that_ends_says_nothing_of_its_counters() -> None:
+    """Its folder is gone then, which is no fault of anyone's."""
+    environment = {name: value for name, value in os.environ.items() if "METRICS_FOLDER" not in name}
+    ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("left False\n", "")
+
+
 def test_with_several_front_processes_prometheus_adds_up(tmp_path: Path) -> None:
     """vLLM answers from these files then, and never asks the collector."""
     (files := tmp_path / "prometheus").mkdir()

@@ -56,6 +56,9 @@ bits), and what tells it from earlier ones of that number."""
 
 _started = False
 
+_ending = threading.Event()
+"""Set when this process ends: what is not written then is not missed."""
+
 
 def register_metrics() -> None:
     """Add the collector to the registry, and name the folder that other processes of this engine write to."""
@@ -63,7 +66,7 @@ def register_metrics() -> None:
         _remove_abandoned_folders(Path(tempfile.gettempdir()))
         folder = Path(tempfile.gettempdir()) / f"vllm-exl3-{os.getpid()}-{os.urandom(4).hex()}"
         os.environ[env.METRICS_FOLDER.aliases[0]] = str(folder)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(_end, folder)
     REGISTRY.register(Exl3Collector())
 
 
@@ -184,12 +187,16 @@ def _is_snapshot(content: Any) -> bool:
     )
 
 
+def _end(folder: Path) -> None:
+    _ending.set()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _write_forever(folder: Path) -> None:
-    stop = threading.Event()
     file = folder / f"{os.getpid()}.json"
     shared = SharedMetrics() if several_front_processes() else None
     told = False
-    while not stop.wait(_EVERY):
+    while not _ending.wait(_EVERY):
         try:
             if shared is not None:
                 shared.write(snapshot())
@@ -201,6 +208,6 @@ def _write_forever(folder: Path) -> None:
             unfinished.write_text(json.dumps(snapshot()))
             unfinished.replace(file)
         except OSError as error:  # the front process removes the folder when it ends
-            if not told:
+            if not told and not _ending.is_set():
                 logger.warning("vllm-exl3: /metrics lacks this process's counters: %s", error)
             told = True
