@@ -32,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from gpu_serve_memory import measure_memory
-from gpu_serve_speed import ROW, Row, generate, leave_out_top_k, speed, take_turns
+from gpu_serve_speed import ROW, Row, generate, speed, take_turns
 
 from benchmarks.dense_8b import KINDS, SHAPE
+from benchmarks.engine_start import leave_out_top_k
 from vllm_exl3.ops import backends
 from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results

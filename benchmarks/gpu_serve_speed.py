@@ -21,7 +21,7 @@ import torch
 from benchmarks.dense_8b import KINDS, SHAPE, write_bf16_config
 from vllm_exl3.tools.random_pack import write_random_pack
 
-__all__ = ["KINDS", "LENGTHS", "ROW", "SHAPE", "Row", "leave_out_top_k", "speed", "take_turns"]
+__all__ = ["KINDS", "LENGTHS", "ROW", "SHAPE", "Row", "speed", "take_turns"]
 
 Row = dict[str, Any]
 
@@ -98,16 +98,6 @@ def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[
             yield _decode(llm, kind, batch) | {"weight_bytes": weights}
         for length in LENGTHS:
             yield _first_token(llm, kind, length)
-
-
-def leave_out_top_k() -> None:
-    """Let vLLM's warm-up sort for its top-k and top-p instead of compiling a Triton kernel for 128k tokens.
-
-    That takes a minute of a start. Greedy decoding, which is what is timed, calls neither.
-    """
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    topk_topp_sampler.HAS_TRITON = False
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:

@@ -4,15 +4,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.sample.ops import topk_topp_sampler
 
+from benchmarks.engine_start import leave_out_top_k
 from vllm_exl3.ops import backends
 
 __all__ = ["Probe"]
 
-# vLLM's warm-up would compile a Triton kernel for a whole vocabulary, a minute of a start. Greedy
-# decoding calls none.
-topk_topp_sampler.HAS_TRITON = False
+leave_out_top_k()
 
 
 class Probe:

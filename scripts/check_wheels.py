@@ -3,6 +3,7 @@
 The library has a plain C interface, so one wheel serves every Python and every torch of a platform.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def faults(wheel: Path, *, native: bool) -> list[str]:
 
 def main() -> int:
     """Build and check both; the exit status is the number of faults."""
+    argparse.ArgumentParser(description="Build both kinds of wheel and check their tags and contents.").parse_args()
     found = []
     # An empty PATH is a machine without compilers.
     machines = ((True, {}), (False, {"VLLM_EXL3_NO_NATIVE": "1"}), (False, {"PATH": "", "CXX": ""}))

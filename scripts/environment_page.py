@@ -1,5 +1,6 @@
 """Writes docs/environment.md from src/vllm_exl3/env.py; ``--check`` only says whether it is current."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def page() -> str:
 
 def main() -> int:
     """Write the page, or with ``--check`` compare."""
-    if "--check" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description="Write docs/environment.md from src/vllm_exl3/env.py.")
+    parser.add_argument("--check", action="store_true", help="only say whether it is current")
+    if parser.parse_args().check:
         current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
         print(f"{PAGE.name} is {'current' if current else 'out of date: run `make docs`'}")
         return 0 if current else 1

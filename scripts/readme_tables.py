@@ -3,6 +3,7 @@
 ``--check`` only says whether they are current.
 """
 
+import argparse
 import json
 import math
 import sys
@@ -264,8 +265,11 @@ def page(name: str) -> str:
 
 def main() -> int:
     """Write the parts, or with ``--check`` compare."""
+    parser = argparse.ArgumentParser(description=f"Write the measured parts of {', '.join(PAGES)}.")
+    parser.add_argument("--check", action="store_true", help="only say whether they are current")
+    only_check = parser.parse_args().check
     stale = [name for name in PAGES if page(name) != (ROOT / name).read_text(encoding="utf-8")]
-    if "--check" in sys.argv[1:]:
+    if only_check:
         print(f"out of date: {', '.join(stale)}: run `make docs`" if stale else "the measured parts are current")
         return bool(stale)
     for name in stale:

@@ -9,6 +9,7 @@ A wheel is 330 MB, of which about 50 MB are unpacked; the libraries are linked t
 complete is not made again.
 """
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -80,5 +81,15 @@ def _name(version: str, target: Path) -> None:
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
+def main() -> int:
+    """Print the folder of the release that the command line names."""
+    parser = argparse.ArgumentParser(description="Lay a vLLM release out so that it runs on a CPU; print the folder.")
+    parser.add_argument("version", help="a release, such as 0.33.0")
+    parser.add_argument("folder", nargs="?", type=Path, help="where to put it, instead of .cache/vllm/<version>")
+    arguments = parser.parse_args()
+    print(make_tree(arguments.version, arguments.folder))
+    return 0
+
+
 if __name__ == "__main__":
-    print(make_tree(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None))
+    sys.exit(main())

@@ -20,6 +20,16 @@ def test_made_pages_are_current(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_every_script_tells_how_it_is_used() -> None:
+    scripts = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text()]
+    assert len(scripts) >= 4
+    for script in scripts:
+        for option, status in (("--help", 0), ("--no-such-option", 2)):
+            done = subprocess.run([sys.executable, script, option], capture_output=True, text=True, check=False)
+            said = done.stdout + done.stderr
+            assert done.returncode == status and f"usage: {script.name}" in said, said
+
+
 def test_the_environment_page_names_every_variable() -> None:
     text = (ROOT / "docs" / "environment.md").read_text()
     assert all(f"`{variable.name}`" in text for variable in env.VARIABLES)

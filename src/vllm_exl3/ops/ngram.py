@@ -83,7 +83,15 @@ def register_table(layer_name: str, lookup: Lookup, model: Hashable = None) -> N
 
 
 def _lookup_out(ids: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
-    _tables[_running_model(), layer_name](ids, out)
+    model = _running_model()
+    lookup = _tables.get((model, layer_name))
+    if lookup is None:
+        known = ", ".join(sorted({name for owner, name in _tables if owner == model})) or "none"
+        raise RuntimeError(
+            f"{LOOKUP_OP}: found no table of layer {layer_name!r} of model {model!r}, expected one of: {known}. A "
+            "table is registered while its layer is loaded and goes with it: keep the layer while the op is called."
+        )
+    lookup(ids, out)
 
 
 def ngram_rows(
