@@ -77,6 +77,18 @@ def test_flash_attention_is_for_whole_contexts_and_heads_to_256() -> None:
         assert dataclasses.replace(LAYER, settings=settings).flash_plan(output) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_memory_profile_counts_the_scratch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Int4Attention(24, 4, 256, 0.1, 0, 0.0, Settings(None, None, True, False))
+    output, sizes = torch.empty(1, dtype=dtype), []
+    monkeypatch.setattr(torch, "empty", lambda size, **_: sizes.append(size))
+    for requests in (1, 4096):
+        layer.reserve(requests, output)
+    plan = layer.flash_plan(output)
+    assert plan is not None and sizes[0] == plan.nbytes <= 128 << 20
+    assert sizes[1] == 4 * layer.decoder.scratch_elements(4096, output.device) > sizes[0]
+
+
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
