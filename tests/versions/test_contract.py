@@ -13,6 +13,7 @@ from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.contract import TOUCHED, Touched, imported, moved, verdict
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod
 from vllm_exl3.serving.head import Exl3HeadMethod
+from vllm_exl3.serving.kv_contract import mismatches
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.tied_head import TiedHeadMethod
@@ -21,6 +22,10 @@ from vllm_exl3.serving.tied_head import TiedHeadMethod
 def test_nothing_has_moved() -> None:
     assert moved() == []
     assert "a tested release" in verdict()
+
+
+def test_the_int4_attention_finds_what_it_replaces() -> None:
+    assert mismatches() == []
 
 
 def test_the_table_covers_what_is_imported_in_functions_too() -> None:
