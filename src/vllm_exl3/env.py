@@ -288,4 +288,5 @@ def validate() -> None:
 def user_cache() -> Path:
     """This package's folder among the user's caches: below ``XDG_CACHE_HOME`` where that is an absolute path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vllm_exl3"
+    # Not Path.home(): it raises for a user without a home, as containers have them, and a server needs no cache.
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "vllm_exl3"

@@ -27,6 +27,7 @@ from vllm_exl3.serving.metrics_shared import FALLBACKS
 
 PACK = Path(__file__).parents[1] / "data" / "packs" / "llama_tied-3.0-mul1"
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 64, 16
+VLLMS_OWN = ("int4_attention", "vllm", "Attention")
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +151,17 @@ def test_what_is_not_served_is_refused(vllm_config: Any) -> None:
                 impl.forward(None, x, x, x, cache, meta, x)
 
 
-def test_other_cache_types_are_vllms_own(vllm_config: Any) -> None:
-    for options in ({"kv_cache_dtype": "auto"}, {"alibi_slopes": [0.5] * HEADS}):
+def test_other_cache_types_are_vllms_own(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ALiBi over int4, which counts as a fallback."""
+    monkeypatch.setattr(kv.TritonAttentionImpl, "forward", lambda self, *arguments: None)
+    x = torch.zeros(1, HEADS, SIZE, device=DEVICE)
+    for options, counted in (({"kv_cache_dtype": "auto"}, {}), ({"alibi_slopes": [0.5] * HEADS}, {VLLMS_OWN: 1})):
+        backends.reset_calls()
         with implementation(vllm_config, **options) as impl:
             assert impl._int4 is None
+            for meta in (None, SimpleNamespace()):
+                impl.forward("layer", x, x, x, "cache", meta, x)
+        assert backends.calls() == counted
 
 
 def test_bidirectional_tokens_go_to_vllms_kernel(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +173,7 @@ def test_bidirectional_tokens_go_to_vllms_kernel(vllm_config: Any, monkeypatch: 
         x = torch.zeros(1, HEADS, SIZE, device=DEVICE)
         impl.forward("layer", x, x, x, "cache", meta, x)
     assert called[0][0] == "layer" and called[0][5] is meta
-    assert backends.calls() == {("int4_attention", "vllm", "Attention"): 1} and "vllm" in FALLBACKS
+    assert backends.calls() == {VLLMS_OWN: 1} and "vllm" in FALLBACKS
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ class Int4AttentionImpl(TritonAttentionImpl):
         """See vLLM."""
         int4 = self._int4
         if int4 is None:
+            if self.kv_cache_dtype == _MODE and attn_metadata is not None:
+                count_call("int4_attention", "vllm", "Attention")
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
