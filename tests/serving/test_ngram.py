@@ -125,7 +125,7 @@ def test_a_table_that_no_layer_asks_for_is_refused(tmp_path: Path, monkeypatch: 
     config = Exl3Config({})
     config.maybe_update_config(str(model.write_pack(tmp_path)))
     monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(world_size=1, is_last_rank=True))
-    monkeypatch.setattr(config, "_attach_head", lambda: None)
+    monkeypatch.setattr(config._vocabulary, "attach_head", lambda: None)
     for key in config.pack.linears:
         config.resolve(key)
     with pytest.raises(Exl3PackError, match="n-gram table of 448 rows"):

@@ -175,7 +175,7 @@ def test_only_the_last_pipeline_stage_gives_its_embedding_the_head(
     heads: list[str] = []
     method = SimpleNamespace(attach_head=lambda layer, where, parts: heads.append(where))
     config = opened()
-    config._embeddings.append((SimpleNamespace(), method))  # type: ignore[arg-type]
+    config._vocabulary.embeddings.append((SimpleNamespace(), method))  # type: ignore[arg-type]
     mapper = config.get_checkpoint_weight_mapper()
     assert heads == attached
     wanted = "model.embed_tokens.trellis" if last_rank else "lm_head.trellis"
@@ -247,7 +247,7 @@ def test_a_copy_shares_no_state_with_the_original() -> None:
     config.resolve("lm_head")
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     twin = copy.deepcopy(config)
-    assert not twin._claimed and not twin.packed_modules_mapping
+    assert not twin.claimed and not twin.packed_modules_mapping
     assert twin.report is not config.report
     assert twin.source == config.source
 
@@ -259,7 +259,7 @@ def test_renames_that_arrive_late_keep_earlier_claims() -> None:
     config.resolve("lm_head")
     config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.": "language_model.model."}))
     assert config.resolve("language_model.model.layers.0.self_attn.o_proj") is not None
-    assert {"lm_head", "model.layers.0.self_attn.o_proj"} <= config._claimed
+    assert {"lm_head", "model.layers.0.self_attn.o_proj"} <= config.claimed
 
 
 def test_activation_dtypes_are_the_three_that_the_ops_take() -> None:

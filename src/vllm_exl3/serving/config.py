@@ -6,20 +6,15 @@ carries only where the pack is; headers are read again there (and memoised per f
 
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_exl3 import __version__, env
@@ -31,12 +26,9 @@ from vllm_exl3.pack.check import check
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.metadata import architectures
 from vllm_exl3.pack.names import NameResolver, Part, Resolution
-from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
-from vllm_exl3.pack.stored import StoredNgramTable, StoredRowTable, StoredScaledTable
+from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
-from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
-from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.metrics import leave_counters
@@ -47,13 +39,12 @@ from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_laye
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
-from vllm_exl3.serving.tied_head import TiedHeadMethod
-from vllm_exl3.serving.unloaded import is_target_s, watched
+from vllm_exl3.serving.unloaded import watched
+from vllm_exl3.serving.vocabulary import VocabularyMethods
 
 __all__ = ["Exl3Config", "fingerprint"]
 
 logger = logging.getLogger("vllm.exl3")
-Vocabulary = TypeVar("Vocabulary", bound=UnquantizedEmbeddingMethod)
 
 _DECLARED = "in the format that non_routed_quantization declares"
 
@@ -64,9 +55,8 @@ _PER_PROCESS = (
     "_pack",
     "_resolver",
     "_packed_modules",
-    "_claimed",
-    "_embeddings",
-    "_head_rename",
+    "claimed",
+    "_vocabulary",
     "_names_verified",
     "_source_format",
     "report",
@@ -86,6 +76,10 @@ class Exl3Config(QuantizationConfig):
 
     Args:
         raw: the ``quantization_config`` of ``config.json``, if it has one. Informational: tensor headers decide.
+
+    Attributes:
+        claimed: keys of the stored modules that some layer of the model has asked for.
+        report: what is served and how.
     """
 
     def __init__(self, raw: dict[str, Any] | None = None) -> None:
@@ -100,9 +94,8 @@ class Exl3Config(QuantizationConfig):
         self._pack: Pack | None = None
         self._resolver: NameResolver | None = None
         self._packed_modules: dict[str, list[str]] = {}
-        self._claimed: set[str] = set()
-        self._embeddings: list[tuple[VocabParallelEmbedding, Exl3EmbeddingMethod | QuantizedEmbeddingMethod]] = []
-        self._head_rename: dict[re.Pattern[str], str] = {}
+        self.claimed: set[str] = set()
+        self._vocabulary = VocabularyMethods(self)
         self._names_verified = False
         self._source_format: SourceFormat | None = None
         self.report = Report()
@@ -208,16 +201,17 @@ class Exl3Config(QuantizationConfig):
 
     def resolve(self, prefix: str) -> Resolution | None:
         """The stored tensors of one vLLM module, noted as claimed."""
-        resolution = self._names().resolve(prefix)
+        resolution = self.names().resolve(prefix)
         if resolution is not None:
-            self._claimed.update(part.key for part in resolution.parts)
+            self.claimed.update(part.key for part in resolution.parts)
         return resolution
 
-    def _names(self) -> NameResolver:
+    def names(self) -> NameResolver:
+        """Finds the stored tensors of vLLM's modules, under all renames that are known by now."""
         # Inner models add to the mapping (and to the renames) after their wrapper's first layers are built.
         if self._resolver is None or self._packed_modules != self.packed_modules_mapping:
             self._packed_modules = dict(self.packed_modules_mapping)
-            self._resolver = NameResolver(self.pack, self._map_name, self._packed_modules)
+            self._resolver = NameResolver(self.pack, self.map_name, self._packed_modules)
         return self._resolver
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
@@ -231,9 +225,9 @@ class Exl3Config(QuantizationConfig):
         check_load_format(get_current_vllm_config_or_none(), self.source or "the pack")
         prefix = prefix.removeprefix(_DRAFT_PREFIX)
         if isinstance(layer, ParallelLMHead):
-            return self._head_method(prefix)
+            return self._vocabulary.head(prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            return self._embedding_method(layer, prefix)
+            return self._vocabulary.embedding(layer, prefix)
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if isinstance(layer, LinearBase):
@@ -242,17 +236,17 @@ class Exl3Config(QuantizationConfig):
 
     def ngram_method(self, prefix: str) -> NgramEmbeddingMethod | None:
         """The method of an n-gram embedding, or None where its table is not EXL3."""
-        stored = self._names().resolve_embedding(prefix)
+        stored = self.names().resolve_embedding(prefix)
         if not isinstance(stored, StoredNgramTable):
             return None
-        self._claimed.add(stored.key)
+        self.claimed.add(stored.key)
         return NgramEmbeddingMethod(self, prefix, stored)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override]
         """Checkpoint names that differ from parameter names. vLLM asks once the model is built."""
         self.verify_names()
         return WeightsMapper(
-            orig_to_new_regex={SkippedTensors(self.pack, self._claimed): None, **self._head_rename},
+            orig_to_new_regex={SkippedTensors(self.pack, self.claimed): None, **self._vocabulary.head_rename},
             # Packs up to exllamav3 0.0.2 store signs as bits; the loaders unpack them.
             orig_to_new_suffix={".su": ".suh", ".sv": ".svh"},
         )
@@ -263,7 +257,7 @@ class Exl3Config(QuantizationConfig):
             self._progress.add(trellis.nbytes, self._claimed_bytes)
 
     def _claimed_bytes(self) -> int:
-        return sum(self.pack.linears[key].trellis.nbytes for key in self._claimed if key in self.pack.linears)
+        return sum(self.pack.linears[key].trellis.nbytes for key in self.claimed if key in self.pack.linears)
 
     def layer_ready(self, where: str, layer: torch.nn.Module) -> None:
         """Note a loaded layer; after the last one, make the kernels ready and log the report."""
@@ -297,19 +291,19 @@ class Exl3Config(QuantizationConfig):
         self._names_verified = True
         for where, layer in self.report.built_experts():
             validate_exl3_moe_uva_layer(layer, where)
-        self._attach_head()
-        self._embeddings.clear()  # vLLM keeps configs longer than models; this would keep a table with it
-        self._source().check(self.pack, self._map_name)
-        names = self._names()
-        names.draft = is_draft(self.pack, self._claimed)
+        self._vocabulary.attach_head()
+        self._vocabulary.embeddings.clear()  # vLLM keeps configs longer than models; this would keep a table with it
+        self._source().check(self.pack, self.map_name)
+        names = self.names()
+        names.draft = is_draft(self.pack, self.claimed)
         elsewhere = OtherStages(self.pack)
-        names.raise_if_unmatched(lambda key: "built earlier" if key in self._claimed else elsewhere.reason(key))
+        names.raise_if_unmatched(lambda key: "built earlier" if key in self.claimed else elsewhere.reason(key))
         if not names.draft:
             self._check_embeddings_claimed(elsewhere)
 
     def _check_embeddings_claimed(self, elsewhere: OtherStages) -> None:
         for key, table in (*self.pack.embeddings.items(), *self.pack.ngram_tables.items()):
-            if key not in self._claimed and elsewhere.reason(key) is None:
+            if key not in self.claimed and elsewhere.reason(key) is None:
                 ngram = isinstance(table, StoredNgramTable)
                 raise Exl3PackError(
                     found=f"{'an n-gram table' if ngram else 'a quantized embedding'} of {table.rows} rows that no "
@@ -322,20 +316,6 @@ class Exl3Config(QuantizationConfig):
                     "embedding is in 16 bits.",
                 )
 
-    def _embedding_method(self, layer: VocabParallelEmbedding, prefix: str) -> QuantizeMethodBase:
-        stored = self._names().resolve_embedding(prefix)
-        method: Exl3EmbeddingMethod | QuantizedEmbeddingMethod
-        method = Exl3EmbeddingMethod(self, has_own_head=self._own_head_key() is not None)
-        self._watch_vocabulary(method, prefix or "embed_tokens")
-        if isinstance(stored, (StoredRowTable, StoredScaledTable)):
-            table = Table.of(stored)
-            # Without a name to go by, a layer of another size is another table, which is dense.
-            if prefix or table.fits(layer.org_vocab_size, layer.embedding_dim):
-                method = QuantizedEmbeddingMethod(prefix, table, self)
-                self._claimed.add(stored.key)
-        self._embeddings.append((layer, method))
-        return method
-
     def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
         resolution = self.resolve(prefix)
         parts = resolution.parts if resolution is not None else ()
@@ -344,21 +324,22 @@ class Exl3Config(QuantizationConfig):
             method = self._source().linear(layer, prefix, keys, self._mappers, self.packed_modules_mapping)
             if type(method) is UnquantizedLinearMethod:
                 watched(method, prefix)
-            self.report.add_dense(prefix, self._why_dense(method, parts))
+            self.report.add_dense(prefix, self.why_dense(method, parts))
             return method
         return Exl3LinearMethod(self, prefix, parts)
 
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
-        group = self._names().resolve_experts(prefix)
+        group = self.names().resolve_experts(prefix)
         if group is None:
             method = self._source().experts(layer, prefix, self._mappers, self.packed_modules_mapping)
             self.report.add_dense(prefix, "no EXL3 experts stored" if method is None else _DECLARED)
             return method
-        self._claimed.update(key for roles in group.members.values() for key in roles.values())
+        self.claimed.update(key for roles in group.members.values() for key in roles.values())
         return Exl3MoEMethod(self, prefix, layer, group)
 
     @staticmethod
-    def _why_dense(method: QuantizeMethodBase, parts: Sequence[Part]) -> str:
+    def why_dense(method: QuantizeMethodBase, parts: Sequence[Part]) -> str:
+        """What the report says of a layer that is not EXL3."""
         if not isinstance(method, UnquantizedLinearMethod):
             return _DECLARED
         dtypes = dict.fromkeys(part.dense.dtype for part in parts if part.dense is not None)
@@ -370,49 +351,8 @@ class Exl3Config(QuantizationConfig):
             self._source_format = SourceFormat({**self.pack.quantization, **self.raw}, str(self.source))
         return self._source_format
 
-    def _head_method(self, prefix: str) -> QuantizeMethodBase | None:
-        resolution = self.resolve(prefix or "lm_head")
-        if resolution is None and self.pack.embeddings:
-            return TiedHeadMethod()
-        if resolution is None or resolution.parts[0].linear is None:
-            if resolution is not None:
-                why = self._why_dense(UnquantizedLinearMethod(), resolution.parts)
-                nbytes = sum(part.dense.nbytes for part in resolution.parts if part.dense is not None)
-                self.report.add_dense(prefix or "lm_head", f"{why}, {nbytes / 2**20:.1f} MiB in the pack")
-            return self._watch_vocabulary(UnquantizedEmbeddingMethod(), prefix or "lm_head")
-        return Exl3HeadMethod(self, prefix or "lm_head", resolution.parts)
-
-    @staticmethod
-    def _watch_vocabulary(method: Vocabulary, where: str) -> Vocabulary:
-        """Watch an embedding or a head, but not a draft model's, which may be given the target's."""
-        kind = "embedding" if isinstance(method, Exl3EmbeddingMethod) else "head"
-        return watched(method, where) if is_target_s(kind, get_current_vllm_config_or_none()) else method
-
-    def _own_head_key(self) -> str | None:
-        return next((key for key in self.pack.linears if is_head_name(key)), None)
-
-    def _attach_head(self) -> None:
-        """Where the model class builds no head, let the embedding it multiplies by carry the pack's own."""
-        from vllm.distributed import get_pp_group
-
-        key = self._own_head_key()
-        if key is None or key in self._claimed or len(self._embeddings) != 1:
-            return
-        if is_draft(self.pack, self._claimed):
-            return  # the draft is given the main model's head
-        if not get_pp_group().is_last_rank:
-            return  # the head is another pipeline stage's
-        tables = (*self.pack.embeddings, *self.pack.dense)
-        table = next((name for name in tables if is_embedding_name(name)), None)
-        resolution = self.resolve(self._map_name(f"{key}.trellis").removesuffix(".trellis"))
-        if table is None or resolution is None:
-            return
-        layer, method = self._embeddings[0]
-        method.attach_head(layer, key, resolution.parts)
-        holder = f"{table}.head." if table in self.pack.embeddings else f"{table}."
-        self._head_rename = {re.compile(rf"^{re.escape(key)}\.(?=[^.]+$)"): holder}
-
-    def _map_name(self, name: str) -> str:
+    def map_name(self, name: str) -> str:
+        """A checkpoint tensor's name as the model's classes rename it."""
         for mapper in self._mappers:
             rename: Callable[[str], str | None] = getattr(mapper, "map_name", None) or mapper._map_name
             name = rename(name) or name
