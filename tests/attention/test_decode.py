@@ -183,9 +183,8 @@ def test_bits_of_a_request_do_not_depend_on_its_batch(case: Case, monkeypatch: p
         rows = slice(starts[row], starts[row + 1])
         alone = attend(layer, problem.of_request(row), (count,), (length,))
         assert torch.equal(alone[rows], together[rows]), (row, "alone")
-        for token in range(
-            count if row == 0 else 0
-        ):  # as if those after it were not drafted, and those before it were decoded before
+        # Each as if those after it were not drafted, and those before it were decoded before.
+        for token in range(count if row == 0 else 0):
             start = starts[row] + token
             part = dataclasses.replace(
                 problem.of_request(row),

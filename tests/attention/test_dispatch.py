@@ -32,7 +32,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long means 32 earlier tokens, or 64 query tokens times 80."""
     monkeypatch.setattr(dispatch, "_MIDDLE_CONTEXT", 32)
     monkeypatch.setattr(dispatch, "_LONG_WORK", 64.0 * 80)
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: 8)
+    for module in (decode, dispatch):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 8)
 
 
 MIXED = Case((70, 90, 60, 25, 130), (1, 66, 11, 18, 3), 3, 1, 64, 16)

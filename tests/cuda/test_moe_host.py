@@ -253,9 +253,8 @@ def test_sums_that_all_conspire_do_not_overflow(library: ctypes.CDLL) -> None:
     """Weights near the codebook's largest, with the rotated input's very signs; sums are fp16 between the kernels."""
     channels = np.arange(128)
     bits = [channels >> i & 1 for i in range(7)]
-    signs = (-1.0) ** (
-        bits[0] * bits[1] + bits[2] * bits[3] + bits[4] * bits[5]
-    )  # a flat spectrum, as far as 128 allow it
+    # A flat spectrum, as far as 128 allow it.
+    signs = (-1.0) ** (bits[0] * bits[1] + bits[2] * bits[3] + bits[4] * bits[5])
     hidden = 128 * WIDEST_BLOCKS
     layer = random_layer(1, hidden, 128, UNIFORM, **RELU2)
     up = layer.projections[0][0]
