@@ -55,13 +55,13 @@ def write_mtp_pack(folder: Path, draft: str) -> Path:
     if draft != "absent":
         tensors |= _layer("mtp.layers.0", draft)
         tensors |= _stored("mtp.fc", 2 * HIDDEN, HIDDEN, draft)
+        for name in ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"):
+            tensors[f"{name}.weight"] = ("F16", np.ones(HIDDEN))
     if draft == "foreseeing":
         tensors = {name: spec for name, spec in tensors.items() if not name.startswith("mtp.fc.")}
         tensors["mtp.fc.weight"] = ("F32", np.eye(HIDDEN, 2 * HIDDEN))
         for name in [name for name in tensors if name.endswith(("o_proj.svh", "down_proj.svh"))]:
             tensors[name] = ("F16", tensors[name][1] / 64)
-        for name in ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"):
-            tensors[f"{name}.weight"] = ("F16", np.ones(HIDDEN))
     Draft(tensors, config).write(folder)
     (folder / "generation_config.json").write_text(json.dumps({}))
     return folder
