@@ -27,7 +27,7 @@ def kv(
     decode: Annotated[str, typer.Option(help="Cuts to time, such as 64,4,16:64,4,32, or auto.")] = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
 ) -> None:
-    """Time one layer's decoding and a prefill chunk of 1024 tokens, each with its error against float64."""
+    """Time one layer's decoding and a prefill chunk of up to 1024 tokens, each with its error against float64."""
     import torch
 
     from vllm_exl3.attention.shape import parse_decode_shape

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_exl3.env_variable import VariableError
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,7 +30,8 @@ def doctor() -> None:
             note, good = check(), True
         except Exception as error:
             # what the checks themselves find says enough; of anything else, its kind is worth knowing
-            said = str(error) if type(error) in (RuntimeError, ValueError) else f"{type(error).__name__}: {error}"
+            plain = type(error) in (RuntimeError, ValueError, VariableError)
+            said = str(error) if plain else f"{type(error).__name__}: {error}"
             note, good = said, False
         failed += not good
         typer.echo(f"{'ok  ' if good else 'FAIL'}  {name}: {note}")
