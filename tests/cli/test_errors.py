@@ -1,5 +1,6 @@
 """What users get wrong ends in a sentence that names it, and every text of help fills its lines."""
 
+import errno
 import io
 import itertools
 import sys
@@ -27,6 +28,15 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as end:
             main()
     return int(str(end.value.code)), said.getvalue()
+
+
+def test_an_error_of_the_system_without_a_path_tells_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("vllm_exl3.cli.app", full_disk)
+    status, said = _run(monkeypatch)
+    assert status == 1 and said.startswith("No space left on device (in full_disk, ") and "test_errors.py" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -66,6 +67,10 @@ def main() -> None:
 def _said(error: Exl3PackError | VariableError | OSError) -> str:
     if isinstance(error, Exl3PackError):
         return error.report()
-    if isinstance(error, OSError) and error.filename is not None:
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return str(error)
+    # A full disk or a lost connection names nothing: where it was met is the next best.
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{error.strerror or error} (in {place.name}, {place.filename}, line {place.lineno})"
