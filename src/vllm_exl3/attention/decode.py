@@ -115,7 +115,7 @@ class Decoder:
         """Requests of a batch that are served at a time, where bits must not depend on it."""
         # In fours, so that slices of the tensors that tell of requests are as aligned as the whole: Triton compiles
         # other kernels for those that are not.
-        return max(1, _INVARIANT_SCRATCH // (16 * self.elements(1, DECODE_QUERY, device))) * 4
+        return max(1, _INVARIANT_SCRATCH // (16 * _elements_of_one(self, device))) * 4
 
     def attend(self, problem: Problem, max_query: int) -> None:
         """Attend the requests of at most ``max_query`` query tokens.
@@ -159,6 +159,11 @@ class Decoder:
             elements = partial_elements(problem.requests, self.kv_heads, self.group, self.head_size, max_query, config)
             scratch = torch.empty(elements, dtype=torch.float32, device=device)
         attend_segments(problem, max_query, config, scratch)
+
+
+@functools.cache  # asked for by every call where bits must not depend on the batch
+def _elements_of_one(decoder: Decoder, device: torch.device) -> int:
+    return decoder.elements(1, DECODE_QUERY, device)
 
 
 @functools.cache  # layers that are alike are many, and so are batches
