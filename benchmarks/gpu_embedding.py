@@ -19,7 +19,7 @@ import torch
 
 from vllm_exl3.cuda import embedding as native
 from vllm_exl3.cuda import exllamav3_rows
-from vllm_exl3.cuda.timing import replayed
+from vllm_exl3.cuda.timing import copy_bandwidth, replayed
 from vllm_exl3.ops.embedding import embedding_reference
 from vllm_exl3.ops.ngram import ngram_reference
 from vllm_exl3.ops.ngram_tables import MemoryTable, PinnedRows
@@ -124,13 +124,6 @@ def graph_replays() -> bool:
         if not torch.equal(out, eager):
             return False
     return True
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second that a large copy on the device reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (replayed(lambda i: target.copy_(source), 3) * 1e-6)
 
 
 def timed(call: Callable[[torch.Tensor], object], rows: int, shape: tuple[int, ...]) -> float:

@@ -14,6 +14,7 @@ from vllm_exl3.ops.shards import Shard, pack_shards
 
 __all__ = [
     "Rotation",
+    "copy_bandwidth",
     "cublas_us",
     "dense_weights",
     "limit_us",
@@ -136,7 +137,7 @@ def cublas_us(shape: tuple[int, int], rows: int) -> float:
 
 
 @functools.cache
-def _bandwidth() -> float:
+def copy_bandwidth() -> float:
     """Bytes a second that a large copy reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -149,4 +150,4 @@ def limit_us(shape: tuple[int, int], half_bits: int) -> float:
     clock = getattr(properties, "clock_rate", 0) * 1e3 or 1.755e9
     issued = properties.multi_processor_count * 4 * 32 * clock / _INSTRUCTIONS_A_WEIGHT
     count = shape[0] * shape[1]
-    return 1e6 * max(count * half_bits / 16 / _bandwidth(), count / issued)
+    return 1e6 * max(count * half_bits / 16 / copy_bandwidth(), count / issued)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vllm_exl3.ops.experts import Projection, pack_table, projection_kinds
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.stored import BLOCK, Codebook, ExpertGroup, StoredLinear
+from vllm_exl3.pack.stored import BLOCK, Codebook, ExpertGroup, StoredLinear, pad_to_block
 from vllm_exl3.plan.partition import block_split
 
 __all__ = ["ExpertLayout", "ExpertSlot", "Sizes"]
@@ -90,7 +90,7 @@ class ExpertLayout:
         self.hidden = hidden
         self.split = ranks > 1
         _check_members(where, group, total, roles)
-        start, size = block_split(_padded(intermediate), rank, ranks, where=where)
+        start, size = block_split(pad_to_block(intermediate), rank, ranks, where=where)
         self.intermediate = min(start + size, intermediate) - start
         self._share = (start, size)
         everywhere = [[linears[group.members[expert][role]] for role in roles] for expert in range(total)]
@@ -133,7 +133,7 @@ class ExpertLayout:
         return bool(biased)
 
     def _check_sizes(self, intermediate: int) -> None:
-        inner, outer = _padded(intermediate), _padded(self.hidden)
+        inner, outer = pad_to_block(intermediate), pad_to_block(self.hidden)
         for expert, stored in zip(self.local, self._stored, strict=True):
             for role, linear in zip(self.roles, stored, strict=True):
                 wanted = (inner, outer) if role == "down" else (outer, inner)
@@ -149,7 +149,7 @@ class ExpertLayout:
         """Lay the experts out one after the other, gate beside up, so that both are one two-shard linear."""
         taken = {name: [0, 0, 0, 0] for name in ("w13", "w2")}
         slots = []
-        outer = (0, _padded(self.hidden))
+        outer = (0, pad_to_block(self.hidden))
         for stored in self._stored:
             expert = []
             for role, linear in zip(self.roles, stored, strict=True):
@@ -191,10 +191,6 @@ def _markers(everywhere: list[StoredLinear], here: list[StoredLinear]) -> dict[C
             places = named[linear.codebook]
             places[linear.marker.name] = len(places)
     return named
-
-
-def _padded(channels: int) -> int:
-    return -(-channels // BLOCK) * BLOCK
 
 
 def _check_members(where: str, group: ExpertGroup, total: int, roles: tuple[str, ...]) -> None:
