@@ -83,7 +83,7 @@ def test_every_unit_is_computed_once(
     assert len(seen) == tiles * depth and set(seen.values()) <= {1}
     for walk in walks:  # the two areas that a range has for its partial sums
         assert sum(end - first < depth for _, first, end in walk) <= 2
-    partials = 2 * arguments.ranges * used.strip * arguments.tile_rows * 512
+    partials = 2 * arguments.ranges * used.strip * arguments.tile_rows * 256
     assert plan.scratch >= plan.scratch_parts["partials"] + partials
     assert arguments.strip_blocks == used.strip
     cut_tiles = tiles - arguments.whole_tiles

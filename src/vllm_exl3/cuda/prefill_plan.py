@@ -259,7 +259,7 @@ def plan_prefill(
     sizes = {
         "activations": len(shards) * row_tiles * depth * activation_bytes,
         "scales": 4 * len(shards) * rows,
-        "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * 4,
+        "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * 2,
     }
     scratch_parts, scratch = {}, 0
     for name, size in sizes.items():

@@ -30,22 +30,26 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
     FinishBlock block{args, *reinterpret_cast<Staging*>(memory), int(threadIdx.x / 32), int(threadIdx.x & 31), int(threadIdx.x)};
     fetch_scales(args, block.staging, segment.shard, strip, row, FinishShape::TOKENS, threadIdx.x, PAIR_THREADS);
     constexpr int groups = FinishShape::TOKENS / 8;
-    const auto load = [&](float4(&part)[groups], u32 of) {
-        const float4* from = prefill_partials(args, of, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;
+    const auto load = [&](uint2(&part)[groups], u32 of) {
+        const uint2* from = prefill_partials(args, of, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;
 #pragma unroll
         for (int j = 0; j < groups; ++j) part[j] = __ldcg(from + j * PAIR_THREADS);
     };
     float sums[FinishShape::TOKENS / 2] = {};
-    float4 part[groups], next[groups];  // one is on its way while the other is added
+    uint2 part[groups], next[groups];  // one is on its way while the other is added
     load(part, range);
     for (; range <= last; ++range) {
         if (range < last) load(next, range + 1);
 #pragma unroll
         for (int j = 0; j < groups; ++j) {
-            sums[4 * j] += part[j].x, sums[4 * j + 1] += part[j].y, sums[4 * j + 2] += part[j].z, sums[4 * j + 3] += part[j].w;
+            const u32 words[2] = {part[j].x, part[j].y};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[4 * j + i] += half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
             part[j] = next[j];
         }
     }
+#pragma unroll
+    for (int i = 0; i < FinishShape::TOKENS / 2; ++i) sums[i] *= 1.0f / PART_SCALE;
     asm volatile("cp.async.wait_all;" ::: "memory");
     finish_rows<FinishShape>(sums, block, shard, strip, row, min(u32(FinishShape::TOKENS), args.rows - row));
 }
