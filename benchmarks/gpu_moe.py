@@ -88,7 +88,8 @@ def forms_for(arguments: argparse.Namespace, experts: int, top_k: int, tokens: i
     if not arguments.tune:
         return [None]
     rows = tokens * top_k / experts  # an expert, on average
-    least, most = {"wide32": 1.0, "wide64": 8.0, "wide256": 24.0}, {"wide32": 64.0, "wide64": 128.0}
+    least = {"wide32": 1.0, "wide64": 8.0, "wide128": 24.0, "wide256": 24.0}
+    most = {"wide32": 64.0, "wide64": 128.0, "wide128": 256.0}
     return [
         form
         for form in every_form()

@@ -17,14 +17,20 @@ QUICK = ((8, 2), (3, 2), (8, 1), (6, 0), (10, 2), (7, 2), (12, 1), (16, 2))
 """(half_bits, codebook) of the quick test, one an architecture."""
 
 MIXED = ((5, 2), (8, 1), (12, 0))
+MANY = tuple((2 * bits, 2) for bits in range(2, 9))
+"""K = 2 to 8: the most kinds whose kernels have several widths of product."""
 
 
 def tolerated(instance: Instance) -> int:
     """Bytes of stack that cost nothing measurable.
 
     Warpgroup kernels put accumulators aside once an item, until their rows are stored; fp16 with mma.sync, for GPUs
-    without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a few for a second block.
+    without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a few for a second block. Of many
+    kinds, products of 144 columns instead of 160 win more than what the widest kernel then spills costs.
     """
+    macros = dict(instance.macros)
+    if instance.source == "moe_cluster.cu":
+        return 128 if macros["INSTANCE_LEAST"] == "144" else 0
     return {"moe_wide.cu": 384, "moe_gemm.cu": 96, "moe_group_rows.cu": 96, "moe_combine_rows.cu": 48}.get(
         instance.source, 0
     )
@@ -62,3 +68,8 @@ def test_every_kernel_compiles(architecture: str, code: tuple[int, int]) -> None
 def test_mixed_and_common_kernels_compile(architecture: str) -> None:
     mixed = [gemm_instance(MIXED, form) for form in forms(typical_limits(architecture))]
     check([ROWS, *GROUP_ROWS, COUNT, ROUTE, COMBINE, COMBINE_ROWS, *mixed], architecture)
+
+
+@pytest.mark.slow
+def test_the_widest_kernels_of_many_kinds_compile() -> None:
+    check([gemm_instance(MANY, form) for form in forms(typical_limits("sm_90a")) if form.cluster > 1], "sm_90a")

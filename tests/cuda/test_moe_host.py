@@ -26,9 +26,10 @@ from vllm_exl3.pack.stored import Codebook
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 
 H200 = typical_limits("sm_90a")
-IDENTITY, THIN, WIDE, WIDEST = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64), MoeForm(False, 256)
+IDENTITY, THIN, WIDE = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64)
+WIDER, WIDEST = MoeForm(False, 128), MoeForm(False, 256)
 ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
-GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10}
+GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
 BLOCKS = 2
 """Thread blocks of a GEMM: few, so that every block has several items."""
 
@@ -173,6 +174,8 @@ CASES = {
     "prefill, more than eight choices": (THIN, 11, 128, 128, UNIFORM, 5, 10, {}),
     "prefill, odd strips, biases": (WIDE, 2, 256, 320, UNIFORM, 40, 1, OAI),
     "prefill, mixed": (WIDE, 2, 256, 256, MIXED, 35, 1, RELU2),
+    "prefill, 128 rows": (WIDER, 2, 256, 128, UNIFORM, 90, 1, {}),
+    "prefill, 128 rows, mixed": (WIDER, 3, 256, 128, MIXED, 50, 2, {}),
     "prefill, 256 rows": (WIDEST, 1, 128, 256, UNIFORM, 140, 1, {}),
     "prefill, 256 rows, mixed": (WIDEST, 3, 256, 128, MIXED, 20, 2, {}),
 }
@@ -206,7 +209,7 @@ def test_shared_input_scales_and_router_weights_on_the_input(library: ctypes.CDL
     assert torch.equal(shared, apart)
 
 
-@pytest.mark.parametrize("form", [IDENTITY, THIN, WIDE, WIDEST], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [IDENTITY, THIN, WIDE, WIDER, WIDEST], ids=lambda form: form.name)
 def test_a_row_does_not_depend_on_its_batch(library: ctypes.CDLL, form: MoeForm) -> None:
     layer = random_layer(2, 128, 128, UNIFORM)
     x = torch.randn((7, 128), generator=torch.Generator().manual_seed(5))

@@ -85,6 +85,15 @@ def test_one_class_serves_every_batch_when_asked(architecture: str) -> None:
     assert {(form.identity, form.wide) for form in found} == {(False, limits.warpgroups)}
 
 
+@pytest.mark.parametrize(("kinds", "middle"), [(1, 256), (3, 256), (4, 128), (7, 128), (11, 128)])
+def test_row_blocks_follow_the_rows_an_expert_has(kinds: int, middle: int) -> None:
+    """Row blocks of 128 serve layers of many kinds, whose widest kernel has two widths of product, and no others."""
+    shape = layer(tuple((projection, 2 + kind, MUL1) for kind in range(kinds) for projection in range(3)))
+    found = {rows: choose(shape, rows * 128 // 8, H200).form.tile_rows for rows in (8, 24, 25, 52, 53, 106, 107, 400)}
+    assert found == {8: 32, 24: 32, 25: 64, 52: 64, 53: middle, 106: middle, 107: 256, 400: 256}
+    assert (MoeForm(False, 128) in every_form(shape, H200)) == (middle == 128)
+
+
 def test_wide_inputs_do_not_overflow_integer_sums() -> None:
     wide = Layer(UNIFORM, 8, 8, 2, 20480, 768)
     assert not choose(wide, 1, H200).form.identity

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vllm_exl3 import env
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.moe_gemm import FEW_KINDS
 from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 
 __all__ = ["Choice", "choose", "every_form"]
@@ -19,7 +20,12 @@ _MUL1_ROWS, _PAIR_ROWS = 3.5, 8.0
 
 _WIDE_ROWS = {32: 24.0, 64: 52.0}
 """Up to how many tokens an expert, on average, row blocks of this size win; above them those of 256 do. Measured on an
-H200 (benchmarks/results/h200/moe.json) between 16 and 32, and between 40 and 57."""
+H200 (benchmarks/results/h200/moe.json) between 16 and 32, and between 48 and 64."""
+
+_MIXED_WIDE_ROWS = _WIDE_ROWS | {128: 106.0}
+"""The same for layers of more than a few kinds, whose widest kernel has two widths of product. Measured between 96 and
+128, where experts come to need two row blocks of 128. For one kind those won 2 % at 96 tokens an expert and nothing at
+64."""
 
 _LARGEST_INTEGER_WIDTH = 16384
 """Input channels up to which sums of products of bytes fit 32 bits."""
@@ -81,8 +87,12 @@ def prefill_form(layer: Layer, tokens: int, limits: GpuLimits) -> MoeForm:
     """The grouped prefill's form: with wgmma by the tokens an expert has on average."""
     rows = tokens * layer.top_k / layer.total_experts
     if limits.warpgroups:
-        return MoeForm(False, next((size for size, most in _WIDE_ROWS.items() if rows <= most), 256))
+        return MoeForm(False, next((size for size, most in _wide_rows(layer).items() if rows <= most), 256))
     return MoeForm(False, 8 if rows <= 4 else 16)
+
+
+def _wide_rows(layer: Layer) -> dict[int, float]:
+    return _WIDE_ROWS if len(layer.codes) <= FEW_KINDS else _MIXED_WIDE_ROWS
 
 
 def _fat_rows(form: MoeForm) -> int:
@@ -93,6 +103,6 @@ def _fat_rows(form: MoeForm) -> int:
 def every_form(layer: Layer, limits: GpuLimits) -> list[MoeForm]:
     """The forms that some number of tokens chooses for a layer, whatever the variables say."""
     forms = [decode_form(layer), decode_form(layer, one_class=True)]
-    grouped = (*_WIDE_ROWS, 256) if limits.warpgroups else (8, 16)
+    grouped = (*_wide_rows(layer), 256) if limits.warpgroups else (8, 16)
     forms += [MoeForm(False, rows) for rows in grouped]
     return list(dict.fromkeys(forms))

@@ -8,16 +8,16 @@ from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, GpuLimits
 from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["Gemm", "exact", "forms", "gemm_instance", "narrow_blocks", "plan_gemm"]
+__all__ = ["FEW_KINDS", "Gemm", "exact", "forms", "gemm_instance", "narrow_blocks", "plan_gemm"]
 
 Codes = Sequence[tuple[int, int]]
 """(2·K, codebook) of what occurs in a layer."""
 
-_WIDE_BLOCKS = {32: 4, 64: 3, 256: 1}
+_WIDE_BLOCKS = {32: 4, 64: 3, 128: 1, 256: 1}
 """Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks: what registers suffice for."""
 
-_MANY_KINDS, _SOME_KINDS = 7, 3
-"""Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for two."""
+_MANY_KINDS, FEW_KINDS = 7, 3
+"""Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for a few."""
 
 _NARROW_THREADS, _GROUP_ROWS = 256, 8
 """Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
@@ -118,10 +118,10 @@ def _columns(form: MoeForm, kinds: int) -> tuple[int, int]:
     rows = form.tile_rows
     if kinds > _MANY_KINDS:
         return rows, rows
-    if kinds > _SOME_KINDS:
-        return {32: (16, 16), 64: (48, 16), 256: (160, 96)}[rows]
-    if rows == 256:
-        return 64, 32 if kinds == 1 else 64
+    if kinds > FEW_KINDS:
+        return {32: (16, 16), 64: (48, 16), 128: (64, 32), 256: (144, 112)}[rows]
+    if rows > 64:
+        return 64, 32 if kinds == 1 or rows == 128 else 64
     return rows // 2, 16 if kinds == 1 else rows // 2
 
 

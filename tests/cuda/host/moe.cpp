@@ -30,10 +30,12 @@ void wide(const MoeArgs& args) {
     if constexpr (MIXED) moe_wide<ROWS == 32 ? 2 : 1, ROWS, 16, 16, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
     else moe_wide<ROWS == 32 ? 2 : 1, ROWS, 16, 16, WideKinds<One>>(args);
 }
-template <bool MIXED>
+// Widths as for layers of one kind, and of more than three.
+template <int ROWS, bool MIXED>
 void cluster(const MoeArgs& args) {
-    if constexpr (MIXED) moe_cluster<256, 64, 64, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
-    else moe_cluster<256, 64, 32, WideKinds<One>>(args);
+    constexpr int LEAST = MIXED && ROWS == 256 ? 144 : 64, STEP = MIXED && ROWS == 256 ? 112 : 32;
+    if constexpr (MIXED) moe_cluster<ROWS, LEAST, STEP, WideKinds<One, Kind<6, 1, 2, 16>, Kind<5, 2, 2, 16>>>(args);
+    else moe_cluster<ROWS, LEAST, STEP, WideKinds<One>>(args);
 }
 template <bool MIXED>
 void narrow(const MoeArgs& args) {
@@ -50,6 +52,7 @@ extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_
         else if (kernel == 7) mixed ? narrow<true>(*args) : narrow<false>(*args);
         else if (kernel == 8) mixed ? wide<32, true>(*args) : wide<32, false>(*args);
         else if (kernel == 9) mixed ? wide<64, true>(*args) : wide<64, false>(*args);
-        else mixed ? cluster<true>(*args) : cluster<false>(*args);
+        else if (kernel == 10) mixed ? cluster<256, true>(*args) : cluster<256, false>(*args);
+        else mixed ? cluster<128, true>(*args) : cluster<128, false>(*args);
     });
 }
