@@ -13,6 +13,7 @@ from vllm_exl3.cuda import dispatch, linear, survey
 from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
 from vllm_exl3.cuda.narrow import NarrowArgs, NarrowShard, plan_narrow
+from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
@@ -260,3 +261,11 @@ def test_wide_forms_are_cut_alike() -> None:
 def test_impossible_shards_are_refused(shard: Shard, width: int) -> None:
     with pytest.raises(ValueError, match="shard 0"):
         plan_narrow((shard,), 1, width, FORMS[0], GPUS["h200"])
+
+
+def test_lists_too_long_for_the_kernels_divisions_are_refused() -> None:
+    longest = Shard(8, 2, 1 << 15, 256 * ((1 << 13) - 1), 0, 1)
+    plan_narrow((longest,), 1, 128, FORMS[0], GPUS["h200"], Cut(1, 0, 132))
+    over = Shard(8, 2, 1 << 15, 256 << 13, 0, 1)
+    with pytest.raises(ValueError, match="items"):
+        plan_narrow((over,), 1, 128, FORMS[0], GPUS["h200"], Cut(1, 0, 132))

@@ -159,3 +159,20 @@ def test_states_as_the_products_take_them(library: ctypes.CDLL, half_bits: int) 
     for tile, states in zip(tiles, found, strict=True):
         library.run_states(ctypes.c_void_p(tile.ctypes.data), half_bits, ctypes.c_void_p(states.ctypes.data))
     np.testing.assert_array_equal(found, unpack_states(tiles.view(np.int16), half_bits))
+
+
+def test_quotients_of_anything_a_launch_divides(library: ctypes.CDLL) -> None:
+    """Exact around multiples, where rounding shows; also with reciprocals one unit off, as the GPU's may be."""
+    generator = np.random.default_rng(1)
+    divisors = np.concatenate([np.arange(1, 2000), generator.integers(2000, 1 << 21, 2000)]).astype(np.int64)
+    largest = ((1 << 21) - 2) // divisors
+    multiples = np.stack([divisors * (generator.random(len(divisors)) * largest).astype(np.int64) for _ in range(4)])
+    multiples = np.concatenate([multiples, (largest * divisors)[None], np.zeros((1, len(divisors)), np.int64)])
+    n = np.stack([np.maximum(multiples - 1, 0), multiples, multiples + 1]).astype(np.uint32)
+    d = np.tile(divisors, (*n.shape[:2], 1)).astype(np.uint32)
+    expected, found = n // d, np.zeros_like(n)
+    library.run_quotient(*(ctypes.c_void_p(array.ctypes.data) for array in (n, d, found)), n.size)
+    np.testing.assert_array_equal(found, expected)
+    for towards in (0.0, 2.0):
+        inverse = np.nextafter(np.float32(1) / d.astype(np.float32), np.float32(towards))
+        np.testing.assert_array_equal(((n.astype(np.float32) + np.float32(0.5)) * inverse).astype(np.uint32), expected)

@@ -30,6 +30,8 @@ __all__ = ["NarrowArgs", "NarrowShard", "instances_of", "plan_narrow"]
 
 _WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
 _ALIGN = 256
+_MOST_ITEMS = 1 << 21
+"""Up to which the kernel's divisions, by reciprocals in fp32, are exact (``quotient`` of narrow_problem.cuh)."""
 _ROTATIONS = 16
 """Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it."""
 
@@ -83,7 +85,8 @@ def plan_narrow(
         rotated: whether a launch before it rotates the input; None decides by its cost. It changes no bit.
 
     Raises:
-        ValueError: a shard breaks the layout's rules, or the GPU has too little shared memory.
+        ValueError: a shard breaks the layout's rules, the launch has 2^21 items or more (69 billion weights), or the
+            GPU has too little shared memory.
     """
     check_shards(shards, in_width)
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
@@ -92,6 +95,8 @@ def plan_narrow(
         cut = choose_cut(shards, limits, most_columns(form, kinds, limits), tokens)
     arguments, channels = NarrowArgs(), COLUMN_CHANNELS * cut.columns
     offsets, strips, items, records, columns = _place(arguments, shards, kinds, form, channels)
+    if items >= _MOST_ITEMS:
+        raise ValueError(f"{items} items of 128 × {channels} weights in a linear, expected fewer than {_MOST_ITEMS}")
     depth = shards[0].in_features // BLOCK
     range_items, longer_ranges = divmod(items, cut.blocks)
     tile = min(rows, form.tile_rows)

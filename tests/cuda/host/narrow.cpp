@@ -37,6 +37,10 @@ extern "C" void run_rotate(const NarrowArgs* args, int kernel, u32 grid_x, u32 g
     with(kernel, [=](auto kinds) { launch(grid_x, grid_y, ROTATE_THREADS, shared, [=] { rotate(kinds, *args); }); });
 }
 
+extern "C" void run_quotient(const u32* n, const u32* d, u32* out, u32 count) {
+    for (u32 i = 0; i < count; ++i) out[i] = quotient(n[i], d[i]);
+}
+
 template <int HALF_BITS>
 void states_of(const u32* tile, u32* out) {
     launch(1, 1, 32, 16 * HALF_BITS, [=] {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
     for (u32 at = begin; at < end;) {
         while (strip.shard + 1 < args.shard_count && at >= args.shards[strip.shard + 1].first_item) ++strip.shard;
         const NarrowShard& shard = args.shards[strip.shard];
-        const u32 depth = shard.in_features / BLOCK, local = (at - shard.first_item) / depth;
+        const u32 depth = shard.in_features / BLOCK, local = quotient(at - shard.first_item, depth);
         strip.index = shard.first_strip + local, strip.channel = local * WARPS * J * 16;
         strip.first_item = shard.first_item + local * depth, strip.end_item = strip.first_item + depth;
         const u32 piece_end = min(end, strip.end_item);

@@ -187,7 +187,7 @@ __device__ __forceinline__ void rotate_items(u32 records, const NarrowArgs& args
                                              int lane) {
     const u32 depth = shard.in_features / BLOCK, first_row = blockIdx.y * K::tile_rows;
     const u32 rows = min(static_cast<u32>(K::tile_rows), args.rows - first_row), count = (end - begin) * rows;
-    const u32 first_block = (begin - shard.first_item) % depth;
+    const u32 first_block = remainder_of(begin - shard.first_item, depth);
     const bool whole = reads_whole(args);
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(rows)));
@@ -225,7 +225,7 @@ __device__ __forceinline__ void rotate_items(u32 records, const NarrowArgs& args
 __device__ __forceinline__ void fetch_items(u32 records, const NarrowArgs& args, const NarrowShard& shard, u32 begin, u32 end) {
     const u32 depth = shard.in_features / BLOCK, chunks = args.record_bytes / 16;
     const uint4* source = args.records + (static_cast<u64>(blockIdx.y) * args.total_records + shard.first_record) * chunks;
-    u32 block = (begin - shard.first_item) % depth;
+    u32 block = remainder_of(begin - shard.first_item, depth);
     while (begin < end) {  // up to the end of k, and from its beginning
         const u32 items = min(end - begin, depth - block);
 #pragma unroll 1

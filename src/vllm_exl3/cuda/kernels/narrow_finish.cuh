@@ -63,9 +63,9 @@ __device__ __forceinline__ void finish_strip(const NarrowArgs& args, const Strip
         const float4* from[TASKS];
 #pragma unroll
         for (u32 t = 0; t < TASKS; ++t) {
-            const u32 index = min(task + t * WARPS, tasks - 1), channel = index % blocks * BLOCK + 4 * lane;
+            const u32 index = min(task + t * WARPS, tasks - 1), channel = remainder_of(index, blocks) * BLOCK + 4 * lane;
             svh[t] = *reinterpret_cast<const uint2*>(shard.svh + strip.channel + channel);
-            from[t] = reinterpret_cast<const float4*>(pieces + index / blocks * channels + channel);
+            from[t] = reinterpret_cast<const float4*>(pieces + quotient(index, blocks) * channels + channel);
         }
         for (u32 piece = 0; piece < count; piece += AT_ONCE) {
             float4 parts[TASKS][AT_ONCE];
@@ -85,8 +85,8 @@ __device__ __forceinline__ void finish_strip(const NarrowArgs& args, const Strip
         }
 #pragma unroll 1
         for (u32 t = 0; t < TASKS && task + t * WARPS < tasks; ++t) {
-            const u32 index = task + t * WARPS, channel = index % blocks * BLOCK + 4 * lane;
-            store_token(args, shard, sums[0], 1.0f, svh[0], strip.channel + channel, blockIdx.y * TILE_ROWS + index / blocks, lane);
+            const u32 index = task + t * WARPS, channel = remainder_of(index, blocks) * BLOCK + 4 * lane;
+            store_token(args, shard, sums[0], 1.0f, svh[0], strip.channel + channel, blockIdx.y * TILE_ROWS + quotient(index, blocks), lane);
             if (TASKS > 1) sums[0] = sums[TASKS - 1], svh[0] = svh[TASKS - 1];
         }
     }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void finish_together(const NarrowArgs& args, const St
     const NarrowShard& shard = args.shards[strip.shard];
     const TogetherTasks tasks = TogetherTasks::of<J>(args, strip);
     const u32 rows = min(static_cast<u32>(TILE_ROWS), args.rows - blockIdx.y * TILE_ROWS), rank = rank_in_cluster();
-    const auto column_of = [&](u32 task) { return strip.channel + task % tasks.blocks * BLOCK + 4 * lane; };
+    const auto column_of = [&](u32 task) { return strip.channel + remainder_of(task, tasks.blocks) * BLOCK + 4 * lane; };
     const auto svh_of = [&](u32 task) { return *reinterpret_cast<const uint2*>(shard.svh + column_of(task)); };
     u32 task = warp << tasks.shift | rank;
     const bool finishes = rank < 1u << tasks.shift;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void finish_together(const NarrowArgs& args, const St
             sum.x += __uint_as_float(part[0]), sum.y += __uint_as_float(part[1]);
             sum.z += __uint_as_float(part[2]), sum.w += __uint_as_float(part[3]);
         }
-        store_token(args, shard, sum, 1.0f, svh, column_of(task), blockIdx.y * TILE_ROWS + task / tasks.blocks, lane);
+        store_token(args, shard, sum, 1.0f, svh, column_of(task), blockIdx.y * TILE_ROWS + quotient(task, tasks.blocks), lane);
         task += WARPS << tasks.shift;
         if (task < rows * tasks.blocks) svh = svh_of(task);
     }
@@ -183,7 +183,7 @@ struct StripEnds {
     __device__ __forceinline__ void add(const NarrowArgs& args, const Strip& strip, u32 warp, int lane) {
         u32 first = blockIdx.x, blocks = args.parts;
         if (blocks) {
-            first -= first % blocks;
+            first -= remainder_of(first, blocks);
         } else {
             first = block_of_item(args, strip.first_item);
             blocks = block_of_item(args, strip.end_item - 1) - first + 1;

@@ -33,7 +33,7 @@ struct Cursor {
         const NarrowShard& shard = args.shards[index];
         half_bits = shard.half_bits;
         const u32 local = item - shard.first_item, tiles = shard.out_features / 16, depth = shard.in_features / BLOCK;
-        const u32 tile = local / depth * (WARPS * J) + warp * J, k = local % depth;
+        const u32 strip = quotient(local, depth), tile = strip * (WARPS * J) + warp * J, k = local - strip * depth;
         const u32 row = lane / row_copies(), column = lane % row_copies();
         pitch = tiles * 16 * bits();
         copies = tile < tiles && row < rows_at_once(row_copies());
