@@ -20,6 +20,7 @@ from vllm_exl3.env_variable import (
 __all__ = [
     "CACHE",
     "CPU_ISA",
+    "DEPENDENT_LAUNCH",
     "EMBEDDING_KERNEL",
     "FAT_THRESHOLD",
     "FUSED_TEMP_ROWS",
@@ -75,6 +76,14 @@ PRECISION = Variable(
     "How exactly the native kernels for linears multiply on a GPU: default keeps at least 15 bits of an activation; "
     "fast takes int8 for mul1 weights where there is a kernel for it, which is faster and errs by up to 1.2 % a layer "
     "(docs/fast-mode.md).",
+)
+
+DEPENDENT_LAUNCH = Variable(
+    "VLLM_EXL3_DEPENDENT_LAUNCH",
+    "0",
+    yes_or_no,
+    "Whether the kernels that torch.compile makes for an EXL3 model let the next kernel start before they end, on GPUs "
+    "from Hopper on (Inductor's triton.enable_pdl), so that weights are fetched meanwhile.",
 )
 
 MOE_KERNEL = Variable(
@@ -251,6 +260,7 @@ INT4_TILES = Variable(
 VARIABLES: tuple[Variable[Any], ...] = (
     LINEAR_KERNEL,
     PRECISION,
+    DEPENDENT_LAUNCH,
     MOE_KERNEL,
     INT4_KV,
     INT4_DECODE,

@@ -29,6 +29,7 @@ from vllm_exl3.pack.names import NameResolver, Part, Resolution
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
+from vllm_exl3.serving.dependent_launch import let_compiled_kernels_overlap
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.metrics import leave_counters
@@ -222,7 +223,9 @@ class Exl3Config(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method for one layer, from the headers of the tensors that its name stands for."""
-        check_load_format(get_current_vllm_config_or_none(), self.source or "the pack")
+        current = get_current_vllm_config_or_none()
+        check_load_format(current, self.source or "the pack")
+        let_compiled_kernels_overlap(current)
         prefix = prefix.removeprefix(_DRAFT_PREFIX)
         if isinstance(layer, ParallelLMHead):
             return self._vocabulary.head(prefix)

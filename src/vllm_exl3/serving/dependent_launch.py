@@ -1,0 +1,35 @@
+"""Programmatic dependent launch for what Inductor compiles around this package's kernels.
+
+A linear of this package fetches its first weights before it waits for the kernel ahead. That hides the fetch only where
+the kernel ahead lets the next one start before its own end: norms, rotary embeddings and activations do, if Inductor is
+told to make them so. vLLM hands ``inductor_compile_config`` to Inductor, and files compiled graphs under a hash of it.
+"""
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_exl3 import env
+
+__all__ = ["INDUCTOR_OPTION", "let_compiled_kernels_overlap"]
+
+INDUCTOR_OPTION = "triton.enable_pdl"
+
+
+def let_compiled_kernels_overlap(config: VllmConfig | None) -> None:
+    """Ask for it while the model is built, before vLLM makes the compiler of its graphs; what the user set stays.
+
+    Args:
+        config: of the model that is being built.
+    """
+    if config is not None and env.DEPENDENT_LAUNCH.get() and _device_overlaps() and _inductor_knows():
+        config.compilation_config.inductor_compile_config.setdefault(INDUCTOR_OPTION, True)
+
+
+def _device_overlaps() -> bool:
+    return current_platform.is_cuda() and current_platform.has_device_capability(90)
+
+
+def _inductor_knows() -> bool:
+    from torch._inductor import config as inductor
+
+    return hasattr(inductor.triton, "enable_pdl")
