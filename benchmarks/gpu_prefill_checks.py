@@ -12,7 +12,7 @@ import torch
 from gpu_linear_checks import HALF_BITS, Checks, exact
 
 from vllm_exl3.cuda import dequantize, linear, prefill, reconstruct, runtime
-from vllm_exl3.cuda.prefill_input import TRANSFORM
+from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import FINISH, MMA_TILES, TILES, plan_prefill
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -45,7 +45,7 @@ def run(
 def prepare(layers: Iterable[tuple[Shard, ...]], tiles: Iterable[int] = TILES) -> None:
     """Compile, in parallel, what these layers need."""
     device = runtime.device(torch.cuda.current_device())
-    wanted = [TRANSFORM, FINISH]
+    wanted = [*input_instances(device.limits), FINISH]
     for shards in layers:
         plans = [plan_prefill(shards, tokens, shards[0].in_features, device.limits, tokens) for tokens in tiles]
         wanted += [plan.instance for plan in plans]
@@ -121,6 +121,31 @@ def check_magnitudes(checks: Checks, seed: int) -> None:
             checks.failed.append(f"{tokens}: zero and NaN rows came out wrong")
 
 
+def check_rotation(checks: Checks, seed: int) -> None:
+    """16-bit rows rotated on tensor cores, in clusters of every size: outliers where the scale is not guessed from."""
+    for shard in (Shard(8, Codebook.MUL1, 8192, 256, 0, 256), Shard(6, Codebook.MUL1, 1152, 256, 0, 256)):
+        prepare([(shard,)], (64, 256))
+        tensors, width = random_weights(shard, seed), shard.in_features - 24
+        for dtype, limit in ((torch.float16, 7e-4), (torch.bfloat16, 3e-3)):
+            x = torch.randn(2100, width, device="cuda")
+            x[0], x[3], x[7] = x[0] * 10, 0, x[7] * 1e-3
+            x[1, 900], x[9, 7] = 5000, -5000
+            x[4, :128], x[6, :128] = 0, x[6, :128] * 1e-3
+            x[5, 700] = math.nan
+            x = x.to(dtype)
+            expected = exact(x, shard, *tensors)
+            for rows in (17, 250, 510, 1000, 2100):
+                found = run(x[:rows], tensors, None, (shard,), 64 if rows < 100 else 256)
+                kept = [row for row in range(rows) if row not in (3, 5)]
+                checks.compare(f"{dtype} {width} M={rows}", f"rotated {dtype}", found[kept], expected[kept], limit)
+                for row in (0, 1, 4, 6, 7, 9, 10, rows - 1):
+                    name = f"{dtype} {width} M={rows} row {row}"
+                    checks.compare(name, f"rotated row {dtype}", found[row], expected[row], limit)
+                checks.done += 1
+                if not (found[3] == 0).all() or not found[5].isnan().all():
+                    checks.failed.append(f"{dtype} {width} M={rows}: zero and NaN rows came out wrong")
+
+
 def check_large(checks: Checks, seed: int) -> None:
     """Full rounds of tiles and the rest cut; what dispatch chooses; a replayed graph; several windows of rows."""
     for shard in (Shard(4, Codebook.MUL1, 4096, 14336, 0, 14336), Shard(8, Codebook.MCG, 3968, 4096, 0, 4096)):
@@ -153,12 +178,12 @@ def check_without_wgmma(checks: Checks, seed: int) -> None:
     layers = [
         (Shard(half_bits, codebook, 1024, 896, 0, 896),) for half_bits, codebook in ((8, 2), (5, 2), (6, 1), (16, 0))
     ]
-    device.prepare(
-        instance
+    plans = [
+        plan_prefill(layer, 1, layer[0].in_features, others, tokens)
         for layer in (*layers, MIXED)
         for tokens in MMA_TILES
-        for instance in (TRANSFORM, FINISH, plan_prefill(layer, 1, layer[0].in_features, others, tokens).instance)
-    )
+    ]
+    device.prepare([*input_instances(others), FINISH, *(plan.instance for plan in plans)])
     for layer in (*layers, MIXED):
         parts = [random_weights(shard, seed + index) for index, shard in enumerate(layer)]
         tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -172,7 +197,7 @@ def check_without_wgmma(checks: Checks, seed: int) -> None:
                     checks.compare(f"mma {layer} {tokens} M={rows} {ranges}", "mma.sync", out, expected[:rows])
 
 
-CHECKS = (check_every_kind, check_layers, check_magnitudes, check_large, check_without_wgmma)
+CHECKS = (check_every_kind, check_layers, check_magnitudes, check_rotation, check_large, check_without_wgmma)
 
 
 def check_all(checks: Checks, seed: int) -> None:

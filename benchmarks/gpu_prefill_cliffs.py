@@ -8,7 +8,7 @@ import itertools
 from vllm_exl3.cuda import dispatch, linear, prefill
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
-from vllm_exl3.cuda.prefill_input import TRANSFORM
+from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, choose_tile, cut, kernel, plan_prefill
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -23,7 +23,7 @@ def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance
     if not prefill.serves(layer, rows, limits):
         form = dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture)
         return form.name, linear.plan(layer, min(rows, form.tile_rows), width, form, limits).instances
-    window, names, instances = prefill.window_rows(layer, rows), [], [TRANSFORM, FINISH]
+    window, names, instances = prefill.window_rows(layer, rows), [], [*input_instances(limits), FINISH]
     for first in range(0, rows, window):
         plan = plan_prefill(layer, min(rows - first, window), width, limits)
         names.append(f"prefill{PrefillArgs.from_buffer_copy(plan.arguments).tile_rows}")

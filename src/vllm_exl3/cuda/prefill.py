@@ -8,7 +8,7 @@ from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
-from vllm_exl3.cuda.prefill_input import TRANSFORM
+from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import (
     FINISH,
     FINISH_SHARED,
@@ -54,7 +54,7 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
         return []
     tiles = TILES if limits.warpgroups else MMA_TILES
     plans = [plan_prefill(shards, tokens, shards[0].in_features, limits, tokens) for tokens in tiles]
-    return [TRANSFORM, FINISH, *(plan.instance for plan in plans)]
+    return [*input_instances(limits), FINISH, *(plan.instance for plan in plans)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,6 +106,11 @@ def prefill(
         _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step])
 
 
+def _in_vectors(x: torch.Tensor) -> bool:
+    """Whether rows are of 16-bit elements in whole vectors of 16 bytes, as prefill_rotate.cu loads them."""
+    return x.element_size() == 2 and x.data_ptr() % 16 == 0 and (x.stride(0) | x.shape[1]) % 8 == 0
+
+
 def _launch(
     device: runtime.Device,
     plan: PrefillPlan,
@@ -121,9 +126,10 @@ def _launch(
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
     dependent = device.limits.dependent_launch
-    rotate, cut = device.kernel(plan.transform.instance), plan.transform
+    cut = plan.rotation if plan.rotation is not None and _in_vectors(x) else plan.transform
+    rotate = device.kernel(cut.instance)
     rotate.allow_shared(cut.shared)
-    rotate.launch(cut.grid, cut.threads, cut.shared, stream, [arguments], dependent)
+    rotate.launch(cut.grid, cut.threads, cut.shared, stream, [arguments], dependent, cut.cluster)
     gemm = device.kernel(plan.instance)
     gemm.allow_shared(plan.shared)
     gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)

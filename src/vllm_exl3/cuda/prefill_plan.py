@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, fields, round_up
 from vllm_exl3.cuda.prefill_cut import Cut, cut
-from vllm_exl3.cuda.prefill_input import InputCut, cut_int8_rows, cut_rows
+from vllm_exl3.cuda.prefill_input import InputCut, cut_int8_rows, cut_rotated_rows, cut_rows
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
@@ -72,7 +72,7 @@ class PrefillArgs(ctypes.Structure):
         *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
         *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
         *fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds"),
+        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "padding"),
     )
 
 
@@ -89,6 +89,7 @@ class PrefillPlan:
         shared: its dynamic shared memory in bytes.
         cluster: blocks of a thread block cluster.
         transform: the launch of the kernel that rotates inputs.
+        rotation: the same on tensor cores, for 16-bit inputs in aligned vectors; None where there is none.
         finish: blocks in x and y of the kernel that ends cut tiles; None where no tile is cut.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
@@ -102,6 +103,7 @@ class PrefillPlan:
     shared: int
     cluster: int
     transform: InputCut
+    rotation: InputCut | None
     finish: tuple[int, int] | None
     scratch: int
     scratch_parts: dict[str, int]
@@ -249,6 +251,7 @@ def plan_prefill(
     finish = (tiles - chosen.whole_tiles) * chosen_kernel.strip, -(-tokens // _FINISHED_TOKENS)
     in_features = shards[0].in_features
     transform = cut_int8_rows(rows, in_features, len(shards)) if int8 else cut_rows(rows, in_features, limits)
+    rotation = cut_rotated_rows(rows, in_features, limits) if limits.warpgroups and not int8 else None
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
@@ -271,6 +274,7 @@ def plan_prefill(
         "range_units": range_units, "longer_ranges": longer_ranges, "ranges": chosen.ranges, "stages": stages,
         "weight_bytes": weight_bytes, "strip_blocks": chosen_kernel.strip,
         "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
+        "sharing": rotation.cluster if rotation else 0,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)
@@ -283,6 +287,7 @@ def plan_prefill(
         shared=fixed + stages * (weight_bytes + activation_bytes),
         cluster=chosen_kernel.cluster,
         transform=transform,
+        rotation=rotation,
         finish=finish if chosen.ranges else None,
         scratch=scratch,
         scratch_parts=scratch_parts,

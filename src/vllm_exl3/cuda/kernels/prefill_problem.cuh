@@ -50,6 +50,8 @@ struct PrefillArgs {
     u32 strip_blocks;    // Hadamard blocks of a strip
     u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
     u32 holds;           // whether the transform's blocks have shared memory for their rows
+    u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
+    u32 padding;
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {

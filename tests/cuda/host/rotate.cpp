@@ -1,0 +1,65 @@
+// prefill_rotate.cu on the host: the blocks of a cluster are one block of the emulator, each with shared memory of its own.
+#include "ptx.h"
+#include "barrier.cuh"
+
+#define ROTATE_WARPS 2  // few, so that clusters of 8 fit
+#define ROTATE_BLOCKS 1
+constexpr unsigned BLOCK_THREADS = 32 * ROTATE_WARPS, BLOCK_BYTES = 1024;
+static unsigned sharing;  // blocks of a cluster
+static unsigned rank_of_thread() { return running / BLOCK_THREADS; }
+
+static Meeting block_meetings[8];
+static void meet_block() { block_meetings[rank_of_thread()].wait(BLOCK_THREADS); }
+// A cluster's barrier in two halves.
+static unsigned arrivals, cluster_round, rounds[MAX_THREADS];
+static void arrive_at_cluster() {
+    rounds[running] = cluster_round;
+    if (++arrivals == threads_a_block) arrivals = 0, ++cluster_round;
+}
+static void wait_for_arrivals() { while (cluster_round == rounds[running]) switch_thread(); }
+static unsigned char* block_memory() { return memory + rank_of_thread() * BLOCK_BYTES; }
+
+#undef threadIdx
+#undef blockIdx
+#define threadIdx (Index{unsigned(running) % BLOCK_THREADS})
+#define blockIdx (Index2{block_x * sharing + rank_of_thread(), block_y})
+#define __syncthreads meet_block
+#define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
+#define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
+
+
+inline unsigned address_in(unsigned address, unsigned rank) { return address + (rank - rank_of_thread()) * BLOCK_BYTES; }
+inline void meet_cluster() { arrive_at_cluster(), wait_for_arrivals(); }
+#define shared_of address_in
+#define sync_cluster meet_cluster
+inline void ptx_red_relaxed_cluster_shared__cluster_max_u32(unsigned at, unsigned value) {
+    unsigned* to = reinterpret_cast<unsigned*>(shared_bytes(at, 4));
+    *to = std::max(*to, value);
+}
+
+inline void load_vector_of(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const unsigned* at) {
+    if (reinterpret_cast<uintptr_t>(at) % 16) stop("a vector that is not aligned");
+    a = at[0], b = at[1], c = at[2], d = at[3];
+}
+#define ptx_ld_global_cs_v4_u32 load_vector_of
+#define ptx_ld_global_ca_v4_u32 load_vector_of
+inline unsigned larger_magnitude(unsigned a, unsigned b, unsigned infinity) {
+    a &= 0x7fff, b &= 0x7fff;
+    return a > infinity || b > infinity ? 0x7fff : std::max(a, b);
+}
+inline void ptx_max_NaN_xorsign_abs_f16x2(unsigned& d, unsigned a, unsigned b) {
+    d = larger_magnitude(a, b, 0x7c00) | larger_magnitude(a >> 16, b >> 16, 0x7c00) << 16 | ((a ^ b) & 0x80008000);
+}
+inline void ptx_max_NaN_xorsign_abs_bf16x2(unsigned& d, unsigned a, unsigned b) {
+    d = larger_magnitude(a, b, 0x7f80) | larger_magnitude(a >> 16, b >> 16, 0x7f80) << 16 | ((a ^ b) & 0x80008000);
+}
+inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
+
+#define memory block_memory()  // the kernel's
+#include "prefill_rotate.cu"
+#undef memory
+
+extern "C" void rotate(const PrefillArgs* args) {
+    sharing = args->sharing;
+    launch((args->rows + ROWS - 1) / ROWS, 1, sharing * BLOCK_THREADS, sharing * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
+}

@@ -1,0 +1,128 @@
+"""The kernel that rotates inputs of prefill on tensor cores, on the host: rows of all kinds, clusters of all sizes."""
+
+import ctypes
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cuda.host_kernels import build
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.prefill_input import ROTATE, cut_rotated_rows
+from vllm_exl3.cuda.prefill_plan import PrefillArgs, plan_prefill
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.stored import BLOCK
+
+H200 = GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14)))
+_RESIDENT = {8: 2, 16: 1}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build("rotate", tmp_path_factory.mktemp("prefill_rotate"))))
+
+
+def _aligned(size: int) -> np.ndarray:
+    raw = np.full(size + 512, 0xFF, np.uint8)
+    return raw[-raw.ctypes.data % 256 :][:size]
+
+
+def _hadamard(values: np.ndarray) -> np.ndarray:
+    h = np.array([[1.0]])
+    for _ in range(7):
+        h = np.block([[h, h], [h, -h]])
+    return (values.reshape(len(values), -1, BLOCK) @ h / np.sqrt(BLOCK)).reshape(values.shape)
+
+
+def _rows(rows: int, width: int, dtype: torch.dtype, signs: np.ndarray) -> torch.Tensor:
+    """Ordinary rows, and those whose scale is not guessed from their first block; ``signs`` grow most when rotated."""
+    x = torch.from_numpy(np.random.default_rng(rows).standard_normal((rows, width)))
+    x[0] *= 1e4 if dtype == torch.bfloat16 else 100
+    x[1, width - 8] = 30000
+    x[2] *= 1e-6
+    x[3] = 0
+    x[4, :BLOCK] = 0
+    x[5, :BLOCK] = 0
+    x[5] *= 1e-5
+    x[6] = torch.from_numpy(signs[:width])
+    x[6, :BLOCK] *= 1e-3
+    x[7, width - 1] = math.nan
+    x[8, 5] = math.inf
+    x[9, 7] = -60000
+    x[10] *= 1e-7 if dtype == torch.float16 else 1e-30
+    return x.to(dtype)
+
+
+def _run(library: ctypes.CDLL, x: torch.Tensor, suh: np.ndarray, tokens: int, sharing: int) -> np.ndarray:
+    """A of every shard, ``[shards, rows, in_features]``, its scale undone."""
+    shards, in_features = suh.shape
+    rows, width = x.shape
+    layer = tuple(Shard(8, 2, in_features, BLOCK, 0, BLOCK) for _ in range(shards))
+    plan = plan_prefill(layer, rows, width, H200, tokens)
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    activations = _aligned(2 * shards * arguments.row_tiles * tokens * in_features).view(np.float16)
+    held, scales = _aligned(suh.nbytes).view(np.float16), np.full((shards, rows), np.nan, np.float32)
+    held[:] = suh.ravel()
+    arguments.sharing = sharing
+    arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), width, int(x.dtype == torch.bfloat16)
+    arguments.activations, arguments.scales = activations.ctypes.data, scales.ctypes.data
+    for index in range(shards):
+        arguments.shards[index].suh = held.ctypes.data + 2 * index * in_features
+    library.rotate(ctypes.byref(arguments))
+    # [shard][row tile][unit][matrix = pair of channels, whether 8 further][token][k-tile][half]
+    stored = activations.reshape(shards, arguments.row_tiles, in_features // 64, 4, 2, tokens, 4, 2)
+    found = stored.transpose(0, 1, 5, 2, 6, 4, 3, 7).reshape(shards, -1, in_features)
+    assert np.isnan(found[:, rows:].astype(np.float32)).all(), "rows beyond the last were written"
+    finite = np.isfinite(found[:, :rows])
+    assert (np.abs(found[:, :rows][finite]) <= 2048).all()
+    with np.errstate(invalid="ignore"):
+        return found[:, :rows].astype(np.float64) * scales[:, :, None]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "in_features", "width", "tokens", "sharing"),
+    [(21, 1280, 1208, 64, 1), (11, 768, 768, 256, 2), (13, 2048, 2048, 192, 4), (11, 2304, 2240, 64, 8)],
+)
+def test_rows_are_rotated(
+    library: ctypes.CDLL, dtype: torch.dtype, rows: int, in_features: int, width: int, tokens: int, sharing: int
+) -> None:
+    rng = np.random.default_rng(in_features)
+    suh = (rng.uniform(0.2, 2, (2, in_features)) * rng.choice([-1, 1], (2, in_features))).astype(np.float16)
+    x = _rows(rows, width, dtype, np.sign(suh[0].astype(np.float64)))
+    found = _run(library, x, suh, tokens, sharing)
+    wide = np.zeros((rows, in_features))
+    wide[:, :width] = x.double().numpy()
+    for shard in range(2):
+        expected = _hadamard(wide * suh[shard].astype(np.float64))
+        for row in range(rows):
+            if not np.isfinite(wide[row]).all():
+                assert not np.isfinite(found[shard, row]).all()
+                continue
+            error, norm = np.linalg.norm(found[shard, row] - expected[row]), np.linalg.norm(expected[row])
+            assert error <= 4e-4 * norm, (shard, row, error, norm)
+
+
+@given(st.integers(1, 20_000), st.integers(1, 224), st.sampled_from([H200, GpuLimits("sm_90a", 16, 232448)]))
+def test_clusters_run_at_once(rows: int, in_blocks: int, limits: GpuLimits) -> None:
+    cut = cut_rotated_rows(rows, BLOCK * in_blocks, limits)
+    warps, groups = cut.threads // 32, -(-rows // 8)
+    assert cut.instance == ROTATE[warps] and cut.grid == (groups * cut.cluster, 1)
+    if cut.cluster > 1:
+        most = dict(limits.clusters).get(cut.cluster, limits.multiprocessors // cut.cluster)
+        assert groups <= _RESIDENT[warps] * most
+        assert cut.cluster * warps <= in_blocks  # every warp has a 128-block
+
+
+@pytest.mark.parametrize(
+    ("rows", "warps", "sharing"),
+    [(64, 8, 8), (128, 8, 8), (256, 8, 4), (512, 16, 2), (1024, 16, 1), (2048, 8, 1), (4096, 8, 1)],
+)
+def test_what_was_measured_to_be_fastest(rows: int, warps: int, sharing: int) -> None:
+    cut = cut_rotated_rows(rows, 14336, H200)
+    assert (cut.threads, cut.cluster) == (32 * warps, sharing)
