@@ -4,12 +4,15 @@
     python benchmarks/gpu_moe.py --time --out FILE  whole blocks, by the forms that dispatch chooses
     python benchmarks/gpu_moe.py --tune --out FILE  every form that may win at a batch size
     python benchmarks/gpu_moe.py --vllm --out FILE  vLLM's bf16 fused MoE, where vLLM is installed
+    python benchmarks/gpu_moe.py --peer --out FILE  exllamav3's block of experts, where that package is installed
 
 A timing is one whole block (sorting, transforms, both GEMMs, activation, weighted sum) in a replayed CUDA graph that
-goes round over different inputs and routings; the median of several replays. Routings are uniform.
+goes round over different inputs and routings; the median of several replays. Routings are uniform. Beside the rows of
+--time the file tells what gpu_moe_summary.py finds in them.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -18,6 +21,8 @@ from pathlib import Path
 import torch
 from gpu_moe_checks import ALL, FORMS, SHAPES, Checks, every_form
 from gpu_moe_layers import GpuLayer, random_layer, random_routing
+from gpu_moe_peer import peer_us
+from gpu_moe_summary import summaries, table
 
 from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda.moe_geometry import MoeForm
@@ -28,17 +33,6 @@ TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048, 8192)
 
 _NARROW_ROWS = 8.0
 """Up to how many tokens an expert, on average, the decode path is timed with --tune."""
-
-EXLLAMAV3_US: dict[tuple[str, int], float] = {
-    (name, tokens): us
-    for name, row in {
-        "128 experts 2048×768 K4": (64, 153, 216, 755, 984, 1627, 3339, 4453),
-        "512 experts 2560×640 K3": (77, 191, 289, 1358, 2997, 4042, 6096, 15519),
-        "288 experts 4096×2048 K2": (144, 490, 793, 2538, 4845, 6768, 12804, 39167),
-    }.items()
-    for tokens, us in zip((1, 4, 8, 16, 64, 512, 2048, 8192), row, strict=True)
-}
-"""exllamav3 1.6.5 on an H200, whole block, eager, as the project's issue on MoE quotes it; not measured here."""
 
 
 def check(seed: int, names: list[str]) -> bool:
@@ -107,33 +101,36 @@ def measure(arguments: argparse.Namespace) -> None:
             for form in forms_for(arguments, experts, top_k, tokens):
                 us = block_us(layer, top_k, tokens, form)
                 rows.append(_row("native", name, tokens, us, form.name if form else None))
-                peer = EXLLAMAV3_US.get((name, tokens), math.nan)
-                label = f"{name} m={tokens:<5d} {form.name if form else '':10s}"
-                print(f"{label} {us:9.1f} µs  exllamav3/ours {peer / us:5.2f}", flush=True)
-        write(arguments, rows)
+                print(f"{name} m={tokens:<5d} {form.name if form else '':10s} {us:9.1f} µs", flush=True)
+        write(arguments, rows if arguments.tune else [*rows, *summaries(rows)])
         del layer
         torch.cuda.empty_cache()
 
 
-def measure_vllm(arguments: argparse.Namespace) -> None:
-    """The same for vLLM's fused MoE on dense bfloat16 weights."""
+def measure_other(arguments: argparse.Namespace, kernel: str) -> None:
+    """The same for another implementation."""
     rows: list[dict[str, object]] = []
     for name in arguments.shapes:
-        experts, top_k, hidden, intermediate, _, _ = SHAPES[name]
-        dense = vllm_us(experts, top_k, hidden, intermediate)
+        experts, top_k, hidden, intermediate, kinds, _ = SHAPES[name]
+        if kernel == "vllm_bf16":
+            us_of = vllm_us(experts, top_k, hidden, intermediate)
+        elif len(kinds) == 1:
+            us_of = peer_us((experts, top_k, hidden, intermediate, int(kinds[0][0])), copies_for)
+        else:
+            continue  # its kernels take one K for all experts
         for tokens in arguments.tokens:
-            us = dense(tokens)
-            rows.append(_row("vllm_bf16", name, tokens, us, None))
-            print(f"{name} m={tokens:<5d} vllm bf16  {us:9.1f} µs", flush=True)
-            write(arguments, rows)
-        del dense
+            us = us_of(tokens)
+            rows.append(_row(kernel, name, tokens, us, None))
+            print(f"{name} m={tokens:<5d} {kernel}  {us:9.1f} µs", flush=True)
+        write(arguments, rows)
+        del us_of
         torch.cuda.empty_cache()
 
 
 def _row(kernel: str, name: str, tokens: int, us: float, form: str | None) -> dict[str, object]:
     experts, top_k, hidden, intermediate, kinds, options = SHAPES[name]
     operations = 2 * tokens * top_k * hidden * intermediate * (3 if options.get("gated", True) else 2)
-    bits = [bits for bits, _ in kinds] if kernel == "native" else 16
+    bits = 16 if kernel == "vllm_bf16" else [bits for bits, _ in kinds]
     return {
         "kernel": kernel, "shape": name, "experts": experts, "top_k": top_k, "in": hidden, "out": intermediate,
         "m": tokens, "bits": bits, "mode": form, "us": round(us, 2), "tflops": round(operations / us / 1e6, 2),
@@ -162,6 +159,8 @@ def main() -> int:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--tune", action="store_true", help="every form")
     parser.add_argument("--vllm", action="store_true", help="vLLM's bf16 fused MoE instead of the native kernels")
+    parser.add_argument("--peer", action="store_true", help="exllamav3's block instead of the native kernels")
+    parser.add_argument("--table", action="store_true", help="print what a results file says, FILE of --out")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES)[:4])
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--seed", type=int, default=1)
@@ -169,10 +168,12 @@ def main() -> int:
     arguments = parser.parse_args()
     FORMS[:] = arguments.forms
     right = check(arguments.seed, arguments.only) if arguments.check else True
-    if arguments.vllm:
-        measure_vllm(arguments)
+    if arguments.vllm or arguments.peer:
+        measure_other(arguments, "vllm_bf16" if arguments.vllm else "exllamav3")
     elif arguments.time or arguments.tune:
         measure(arguments)
+    if arguments.table:
+        print("\n".join(table(json.loads(Path(arguments.out).read_text(encoding="utf-8"))["rows"])))
     return 0 if right else 1
 
 
