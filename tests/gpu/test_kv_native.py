@@ -97,3 +97,36 @@ def test_equal_inputs_give_equal_bits() -> None:
     for _ in range(5):
         attend(problem, 2, 16)
         assert torch.equal(problem.output, first)
+
+
+def test_calls_that_follow_each_other_share_scratch() -> None:
+    """Each starts before the one ahead has ended, and waits for it: it is of other lengths, over the same scratch."""
+    cases = [Case((300, 4000), (2, 2), 6, 1, 256, 16), Case((9000, 20), (2, 2), 6, 1, 256, 16, seed=1)]
+    problems = [build(case, "cuda", torch.bfloat16)[0] for case in cases]
+    cut = native.cut_on(problems[0].query.device, 6, 2, 256)
+    scratch = torch.full((cut.scratch_elements(2, 1, 8),), torch.nan, device="cuda")
+
+    def answers(rounds: int) -> list[torch.Tensor]:
+        """Launched without a pause between them, once a replay has begun."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = []
+            for turn in range(rounds):
+                problem = problems[turn % 2]
+                problem = dataclasses.replace(problem, output=torch.empty_like(problem.output))
+                native.attend(problem, 2, cut, 8, scratch)
+                found.append(problem.output)
+        for output in found:
+            output.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        return found
+
+    alone = []
+    for problem in problems:
+        native.attend(problem, 2, cut, 8, scratch)
+        torch.cuda.synchronize()
+        alone.append(problem.output.clone())
+    assert all(output.isfinite().all() for output in alone)
+    for turn, output in enumerate(answers(40)):
+        assert torch.equal(output, alone[turn % 2]), turn

@@ -190,9 +190,10 @@ def attend(problem: Problem, max_query: int, cut: NativeCut, segments: int, scra
     kernel = device.kernel(cut.instance(chunk_of(problem.cache)))
     kernel.allow_shared(cut.shared_bytes)
     blocks = cut.programs(problem.requests, problem.kv_heads) * segments
-    kernel.launch((blocks, 1), THREADS, cut.shared_bytes, stream, [decode], dependent=False)
+    dependent = device.limits.dependent_launch
+    kernel.launch((blocks, 1), THREADS, cut.shared_bytes, stream, [decode], dependent)
     merge = device.kernel(merge_instance(cut.size))
     rows = problem.requests * max_query * problem.query.shape[1]
     arguments = [merge_arguments_for(problem, decode, cut)]
     shared = merge_shared_bytes(cut.size)
-    merge.launch((rows, 1), MERGE_THREADS, shared, stream, arguments, device.limits.dependent_launch)
+    merge.launch((rows, 1), MERGE_THREADS, shared, stream, arguments, dependent)

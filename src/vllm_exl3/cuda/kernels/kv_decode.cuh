@@ -59,6 +59,7 @@ __device__ __forceinline__ void kv_decode(const KvDecodeArgs& args) {
     extern __shared__ __align__(128) u8 shared[];
     auto& rows = *reinterpret_cast<KvRows<S::ROWS>*>(shared + S::ROWS_AT);
     KvWork work;
+    wait_for_previous();
     if (!work.find(args)) return;
     const KvPlace place(shared);
     KvCopies<S> copies{args, work, place, args.cache + i64(work.head) * args.head_stride};

@@ -66,6 +66,7 @@ __device__ __forceinline__ void kv_merge(const KvMergeArgs& args) {
     float* sums = reinterpret_cast<float*>(shared);  // [KV_MERGE_WARPS][SIZE]
     KvSegments& segments = *reinterpret_cast<KvSegments*>(shared + 4 * KV_MERGE_WARPS * SIZE);
     const u32 heads = decode.kv_heads * decode.group, query_head = blockIdx.x % heads, rest = blockIdx.x / heads;
+    let_next_start();
     KvRow row;
     const bool exists = row.find(args, query_head, rest / decode.max_query, rest % decode.max_query);
     wait_for_previous();
