@@ -59,7 +59,7 @@ def block_us(layer: GpuLayer, top_k: int, tokens: int, form: MoeForm | None) -> 
     return replayed(lambda i: kernels.moe(x, *calls[i], form=form), copies, repeats=5)
 
 
-def vllm_us(experts: int, top_k: int, hidden: int, intermediate: int) -> Callable[[int], float]:
+def vllm_us(experts: int, top_k: int, hidden: int, intermediate: int) -> Callable[[int], dict[str, float]]:
     """A function of the number of tokens: microseconds of vLLM's fused MoE (Triton) in bfloat16."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
@@ -68,11 +68,11 @@ def vllm_us(experts: int, top_k: int, hidden: int, intermediate: int) -> Callabl
 
     w1, w2 = weights(experts, 2 * intermediate, hidden), weights(experts, hidden, intermediate)
 
-    def us(tokens: int) -> float:
+    def us(tokens: int) -> dict[str, float]:
         copies = copies_for(tokens)
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         routes = [random_routing(tokens, experts, top_k, seed) for seed in range(copies)]
-        return replayed(lambda i: fused_experts(x, w1, w2, *routes[i]), copies, repeats=5)
+        return {"us": replayed(lambda i: fused_experts(x, w1, w2, *routes[i]), copies, repeats=5)}
 
     return us
 
@@ -119,9 +119,9 @@ def measure_other(arguments: argparse.Namespace, kernel: str) -> None:
         else:
             continue  # its kernels take one K for all experts
         for tokens in arguments.tokens:
-            us = us_of(tokens)
-            rows.append(_row(kernel, name, tokens, us, None))
-            print(f"{name} m={tokens:<5d} {kernel}  {us:9.1f} µs", flush=True)
+            times = {key: round(us, 2) for key, us in us_of(tokens).items()}
+            rows.append(_row(kernel, name, tokens, times["us"], None) | times)
+            print(f"{name} m={tokens:<5d} {kernel} {times}", flush=True)
         write(arguments, rows)
         del us_of
         torch.cuda.empty_cache()

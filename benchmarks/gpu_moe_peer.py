@@ -1,13 +1,14 @@
 """exllamav3's own routed experts, where that package is installed: whole blocks of a generated pack of one layer.
 
 Used by ``gpu_moe.py --peer``. A block is its module ``model.layers.0.mlp``: its router, and the path that it chooses by
-the number of tokens. It runs as the package's engine runs it, eagerly, in float16; what is timed is a run of calls over
-different inputs without a pause between them, which hides its launches where the GPU is the slower of the two.
+the number of tokens. It runs as the package's engine runs it, eagerly, in float16. What is timed is a run of calls over
+different inputs without a pause between them, which hides its launches where the GPU is the slower of the two; and, as
+`us_alone`, a call by itself.
 """
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +57,29 @@ class PeerBlock:
         return self._block.forward(x[None], {})[0]
 
     @torch.inference_mode()
-    def us(self, tokens: int, copies: int, repeats: int = 5) -> float:
-        """Microseconds of a call with so many tokens: the median of runs of ``copies`` calls."""
+    def us(self, tokens: int, copies: int, repeats: int = 5) -> dict[str, float]:
+        """Microseconds of a call with so many tokens, medians.
+
+        Returns:
+            ``us`` of runs of ``copies`` calls; ``us_alone`` of calls before and behind which the GPU idles: with few
+            tokens their launches are in it.
+        """
         inputs = [torch.randn(tokens, self._hidden, device="cuda").half() for _ in range(copies)]
         for x in inputs:  # it chooses and tunes its kernels at the first calls
             self.forward(x)
+        runs = [self._elapsed(inputs) / copies for _ in range(repeats)]
+        alone = [self._elapsed(inputs[i % copies :][:1]) for i in range(2 * repeats)]
+        return {"us": statistics.median(runs), "us_alone": statistics.median(alone)}
+
+    def _elapsed(self, inputs: Sequence[torch.Tensor]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            begin.record()
-            for x in inputs:
-                self.forward(x)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / copies)
-        return statistics.median(times)
+        torch.cuda.synchronize()
+        begin.record()
+        for x in inputs:
+            self.forward(x)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
 
     @torch.inference_mode()
     def distances(self, batches: Iterable[int]) -> dict[int, float]:
@@ -99,8 +107,10 @@ class PeerBlock:
         return layer
 
 
-def peer_us(shape: tuple[int, int, int, int, int], copies_for: Callable[[int], int]) -> Callable[[int], float]:
-    """A function of the number of tokens: microseconds of a block, after it was seen to compute what ours does.
+def peer_us(
+    shape: tuple[int, int, int, int, int], copies_for: Callable[[int], int]
+) -> Callable[[int], dict[str, float]]:
+    """A function of the number of tokens: what `PeerBlock.us` gives, after it was seen to compute what ours does.
 
     Args:
         shape: experts, top_k, hidden, intermediate, K.
