@@ -30,12 +30,12 @@ class Platform:
     ("capability", "variable", "known", "before", "after"),
     [
         (90, "1", True, {}, {INDUCTOR_OPTION: True}),
-        (120, "1", True, {"size_asserts": False}, {"size_asserts": False, INDUCTOR_OPTION: True}),
+        (120, "auto", True, {"size_asserts": False}, {"size_asserts": False, INDUCTOR_OPTION: True}),
         (90, "1", True, {INDUCTOR_OPTION: False}, {INDUCTOR_OPTION: False}),
         (90, "0", True, {}, {}),
         (90, "1", False, {}, {}),
         (89, "1", True, {}, {}),
-        (None, "1", True, {}, {}),
+        (None, "auto", True, {}, {}),
     ],
 )
 def test_when_it_is_asked_for(
@@ -47,13 +47,48 @@ def test_when_it_is_asked_for(
     after: dict[str, bool],
 ) -> None:
     monkeypatch.setattr(dependent_launch, "current_platform", Platform(capability))
-    monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
     if not known:
         monkeypatch.setattr(dependent_launch, "_inductor_knows", lambda: False)
+    assert asked(monkeypatch, variable, before) == after
+
+
+@pytest.mark.parametrize(
+    ("variable", "model", "expected"),
+    [
+        ("auto", {}, True),
+        ("auto", {"hybrid": True}, None),
+        ("auto", {"attention_free": True}, None),
+        ("auto", {"adapters": True}, None),
+        ("1", {"hybrid": True}, True),
+        ("1", {"adapters": True}, True),
+        ("0", {}, None),
+    ],
+)
+def test_models_whose_kernels_do_not_all_wait_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, variable: str, model: dict[str, bool], expected: bool | None
+) -> None:
+    monkeypatch.setattr(dependent_launch, "current_platform", Platform(90))
+    assert asked(monkeypatch, variable, {}, **model).get(INDUCTOR_OPTION) is expected
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    before: dict[str, bool],
+    hybrid: bool = False,
+    attention_free: bool = False,
+    adapters: bool = False,
+) -> dict[str, bool]:
+    """What a model's compiler is told."""
+    monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
     options = dict(before)
-    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(inductor_compile_config=options))
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(inductor_compile_config=options),
+        lora_config=object() if adapters else None,
+        model_config=SimpleNamespace(is_hybrid=hybrid, is_attention_free=attention_free),
+    )
     let_compiled_kernels_overlap(config)
-    assert options == after
+    return options
 
 
 def test_nothing_is_asked_for_outside_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +112,7 @@ def test_the_compiler_of_a_model_s_graphs_hears_of_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(dependent_launch, "_device_overlaps", lambda: True)
     monkeypatch.setattr("vllm.compilation.decorators.TorchCompileWithNoGuardsWrapper.__init__", compiler)
-    for variable in ("0", "1"):
+    for variable in ("0", "auto"):
         monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
         with pytest.raises(KeyboardInterrupt), engine(PACKS / "llama_tied-1.0-3inst", enforce_eager=False):
             pass

@@ -21,8 +21,21 @@ def let_compiled_kernels_overlap(config: VllmConfig | None) -> None:
     Args:
         config: of the model that is being built.
     """
-    if config is not None and env.DEPENDENT_LAUNCH.get() and _device_overlaps() and _inductor_knows():
+    wanted = env.DEPENDENT_LAUNCH.get()
+    if config is None or wanted == "0" or not (_device_overlaps() and _inductor_knows()):
+        return
+    if wanted == "1" or _every_kernel_waits(config):
         config.compilation_config.inductor_compile_config.setdefault(INDUCTOR_OPTION, True)
+
+
+def _every_kernel_waits(config: VllmConfig) -> bool:
+    """Whether what is launched early waits, so that the end of a kernel is that of all before it.
+
+    Inductor's kernels that only fill a buffer do not wait, and layers that carry a state have them; nor do vLLM's
+    kernels for adapters, some of which it launches early.
+    """
+    model = config.model_config
+    return config.lora_config is None and not (model.is_hybrid or model.is_attention_free)
 
 
 def _device_overlaps() -> bool:
