@@ -37,6 +37,10 @@ SHORT, LONG = 16, 272
 _GEMM = ("gemm", "gemv", "nvjet", "cutlass", "splitk")
 """In the names of cuBLAS' kernels."""
 
+_PARTS = {"attention": ("flash",), "compiled": ("triton_",)}
+"""Words in the names of kernels, by what they belong to: vLLM's attention with its cache writes, and what Inductor
+makes: norms, rotary embeddings, activations."""
+
 Load = Callable[..., Any]
 
 
@@ -126,7 +130,7 @@ def _decode(llm: Any, kind: str, batch: int) -> Row:
         steps.append((elapsed[1] - elapsed[0]) / (LONG - SHORT))
     step = statistics.median(steps)
     kernels = _kernels_of_a_step(llm, prompts)
-    linears = sum(us for name, us in kernels.items() if _is_linear(name, kind))
+    parts = _parts(kernels, kind)
     for name, us in sorted(kernels.items(), key=lambda item: -item[1])[:8]:
         print(f"  {kind} {batch}: {us:8.1f} us {name[:90]}", file=sys.stderr)
     return {
@@ -135,10 +139,20 @@ def _decode(llm: Any, kind: str, batch: int) -> Row:
         "m": batch,
         "us": step * 1e6,
         "tokens_per_second": batch / step,
-        "linear_us": linears,
+        "linear_us": parts["linears"],
         "kernels_us": sum(kernels.values()),
-        "exl3_share_of_gpu_time": linears / sum(kernels.values()) if kind == "exl3" else 0.0,
+        "exl3_share_of_gpu_time": parts["linears"] / sum(kernels.values()) if kind == "exl3" else 0.0,
+        "parts_us": parts,
     }
+
+
+def _parts(kernels: dict[str, float], kind: str) -> dict[str, float]:
+    """Microseconds of a step's kernels by what they belong to."""
+    found = dict.fromkeys(("linears", *_PARTS, "rest"), 0.0)
+    for name, us in kernels.items():
+        named = (part for part, words in _PARTS.items() if any(word in name for word in words))
+        found["linears" if _is_linear(name, kind) else next(named, "rest")] += us
+    return found
 
 
 def _is_linear(name: str, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""Writes the measured parts of README.md, docs/kernels-gpu.md and docs/kv-cache.md from benchmarks/results.
+"""Writes the measured parts of README.md and of pages in docs/ from benchmarks/results.
 
 ``--check`` only says whether they are current.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_tables import kv_tables
+from serve_tables import serve_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
@@ -250,6 +251,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_part,
     "docs/kernels-gpu.md": linear_tables,
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
+    "docs/serving.md": lambda: serve_tables(load("h200/serve.json")),
 }
 
 
