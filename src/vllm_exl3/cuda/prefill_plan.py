@@ -46,6 +46,10 @@ FINISH = Instance("prefill_finish.cu", "exl3_prefill_finish")
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
 _INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
+_PART_SHIFT, _INT8_PART_SHIFT = 8, 12
+"""Powers of two that the sums of parts of tiles are divided by to fit fp16. Larger ones lose small rows: activations are
+at most 2^11, but 2^4 where outliers are left room for, and less where a row has an outlier. Activations a row's length
+of which is at most 181·sqrt(k) and columns of weights of 1.24·sqrt(k) bound sums at 224·k; int8 has larger integers."""
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
@@ -72,7 +76,7 @@ class PrefillArgs(ctypes.Structure):
         *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
         *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
         *fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "padding"),
+        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "part_shift"),
     )
 
 
@@ -275,6 +279,7 @@ def plan_prefill(
         "weight_bytes": weight_bytes, "strip_blocks": chosen_kernel.strip,
         "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
         "sharing": rotation.cluster if rotation else 0,
+        "part_shift": _INT8_PART_SHIFT if int8 else _PART_SHIFT,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)

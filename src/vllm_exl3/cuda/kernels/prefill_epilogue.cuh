@@ -39,21 +39,22 @@ __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment&
                      block.thread, PAIR_THREADS);
 }
 
-// Parts of tiles leave their sums in fp16, a 4096th of them, as the sums of whole tiles pass through fp16 (prefill_outputs.cuh).
-constexpr float PART_SCALE = 1.0f / 4096;
+// 2^exponent.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(u32(127 + exponent) << 23); }
 
-// Leaves the sums of a part of a tile in memory, where prefill_finish.cu adds the parts up.
+// Leaves the sums of a part of a tile in memory in fp16, where prefill_finish.cu adds the parts up.
 template <class S, class Block>
 __device__ __forceinline__ void leave_sums(const float (&sums)[S::TOKENS / 2], const Block& block, const PrefillSegment& segment) {
     const PrefillArgs& args = block.args;
     const u32 range = blockIdx.x / S::CLUSTER;
+    const float scale = power_of_two(-int(args.part_shift));
     uint2* to = prefill_partials(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
 #pragma unroll
     for (int j = 0; j < S::TOKENS / 8; ++j) {
         const float* d = sums + 4 * j;
         u32 words[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(d[2 * i + 1] * PART_SCALE), "f"(d[2 * i] * PART_SCALE));
+        for (int i = 0; i < 2; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(d[2 * i + 1] * scale), "f"(d[2 * i] * scale));
         __stcg(to + j * PAIR_THREADS, make_uint2(words[0], words[1]));
     }
 }

@@ -48,8 +48,9 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
             part[j] = next[j];
         }
     }
+    const float scale = power_of_two(int(args.part_shift));
 #pragma unroll
-    for (int i = 0; i < FinishShape::TOKENS / 2; ++i) sums[i] *= 1.0f / PART_SCALE;
+    for (int i = 0; i < FinishShape::TOKENS / 2; ++i) sums[i] *= scale;
     asm volatile("cp.async.wait_all;" ::: "memory");
     finish_rows<FinishShape>(sums, block, shard, strip, row, min(u32(FinishShape::TOKENS), args.rows - row));
 }

@@ -51,7 +51,7 @@ struct PrefillArgs {
     u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
     u32 holds;           // whether the transform's blocks have shared memory for their rows
     u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
-    u32 padding;
+    u32 part_shift;      // parts of tiles leave their sums in fp16, divided by 2^part_shift
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
