@@ -15,8 +15,9 @@ import torch
 from tests.cuda.host_kernels import build
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
 from vllm_exl3.cpu.quantize import encode
+from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, MoePlan, plan_moe
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS, activate
 from vllm_exl3.ops.experts import pack_table, projection_kinds, share_input_scales
@@ -121,7 +122,8 @@ def run(
     plan, memory = plan_moe(shape, tokens, form, fat_rows, H200), Memory()
     args = arguments_of(memory, layer, plan, pack_table(layer.projections) if table is None else table, form, on_input)
     out = np.full((tokens, layer.hidden), np.nan, np.float32)
-    args.x, args.out = memory.place(x.numpy()), out.ctypes.data
+    raw = x if x.dtype == torch.float32 else x.view(torch.int16)
+    args.x, args.out, args.x_type = memory.place(raw.numpy()), out.ctypes.data, ELEMENTS[x.dtype]
     args.weights, args.ids = memory.place(route[0].numpy()), memory.place(route[1].numpy())
     if expert_map is not None:
         args.expert_map = memory.place(expert_map.numpy())
@@ -144,7 +146,7 @@ def run(
         threads = plan.gemm_threads[index] if form.wide else 256  # the host builds one of two numbers of warps
         launch(GEMM[form], (BLOCKS, 1), threads, plan.gemm_shared)
     if plan.route is not None:
-        launch(COMBINE_ROWS, (-(-tokens // 2), 1), plan.combine_threads, 0)
+        launch(COMBINE_ROWS, (plan.combine_grid, 1), COMBINE_ROWS_THREADS, 0)
     else:
         launch(COMBINE, (tokens, 1), 256, 0)
     return torch.from_numpy(out)
@@ -192,6 +194,18 @@ def test_layers_equal_the_oracle(library: ctypes.CDLL, name: str) -> None:
     assert error(found, layer.oracle(x, weights, ids)) < bound(form)
     wrong = ids.roll(1, 0) if experts > 1 else torch.full_like(ids, -1)
     assert error(run(library, layer, x, (weights, wrong), form), layer.oracle(x, weights, ids)) > 20 * bound(form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("hidden", "tokens"), [(200, 40), (132, 9), (128, 600)])
+def test_16_bit_inputs(library: ctypes.CDLL, dtype: torch.dtype, hidden: int, tokens: int) -> None:
+    """Aligned vectors with padding and without, single elements, and more chunks than a block knows at once."""
+    layer = random_layer(2, hidden, 128, UNIFORM)
+    x = torch.randn((tokens, hidden), generator=torch.Generator().manual_seed(11)).to(dtype)
+    weights, ids = random_routing(tokens, 2, 1)
+    ids[tokens - 1 :] = 0
+    expected = layer.oracle(x.float(), weights, ids)
+    assert error(run(library, layer, x, (weights, ids), WIDE), expected) < bound(WIDE)
 
 
 @pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
@@ -355,4 +369,9 @@ def test_slots_are_sorted_by_one_block_or_several(library: ctypes.CDLL, tokens: 
         assert listed[:, 2].max() <= most
         assert (listed[:, 1] % 8 == 0).all()
         ends = listed[:, 1] + listed[:, 2]
-        assert all(ends[i] == listed[i + 1, 1] for i in range(size - 1) if listed[i, 0] == listed[i + 1, 0])
+        if part == "blocks":
+            assert all(ends[i] == listed[i + 1, 1] for i in range(size - 1) if listed[i, 0] == listed[i + 1, 0])
+        else:  # piece by piece
+            order = [((first - starts[expert]) // most, expert) for expert, first, _, _ in listed]
+            assert order == sorted(order)
+            assert len(set(order)) == size

@@ -1,6 +1,7 @@
 """Which MoE kernels serve how many tokens, and what they are told."""
 
 import ctypes
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
 from vllm_exl3.cuda.moe_gemm import forms
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import GROUP_ROWS, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, GROUP_ROWS, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
@@ -186,6 +187,26 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
         assert made.gemm_shared <= H200.shared_memory
         assert made.rows_shared[0] >= 16 + 4 * made.stages[0]["in_features"]
         assert full >= least
+
+
+@pytest.mark.parametrize("intermediate", [128, 640, 768, 1024, 2048, 2304, 4096, 6144, 7168])
+def test_every_warp_of_the_hidden_transform_has_work(intermediate: int) -> None:
+    made = plan_moe(dataclasses.replace(layer(), intermediate=intermediate), 300, MoeForm(False, 64), 32, H200)
+    blocks, warps, shared = intermediate // 128, made.group_threads[1] // 32, made.group_shared[1]
+    assert 1 <= warps <= 12
+    assert shared <= H200.shared_memory
+    assert bool(made.values["keep_hidden"]) == (intermediate <= 6144)
+    resident = min(12 // warps, (H200.shared_memory + 1024) // (shared + 1024))
+    assert resident * blocks / -(-blocks // warps) >= min(8, blocks)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 5000, 8192])
+def test_the_weighted_sum_has_warps_for_every_token(tokens: int) -> None:
+    """As moe_combine_rows.cu shares them out: whole parts of every token, and no more than 128-blocks."""
+    made = plan_moe(layer(), tokens, MoeForm(False, 64), 32, H200)
+    warps, blocks = made.combine_grid * COMBINE_ROWS_THREADS // 32, made.stages[1]["out_features"] // 128
+    split = min(blocks, -(-32 * H200.multiprocessors // tokens))
+    assert tokens * split <= warps < tokens * split + COMBINE_ROWS_THREADS // 32
 
 
 def test_the_ring_is_deep_enough_at_every_rate() -> None:

@@ -22,6 +22,7 @@ from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeFor
 from vllm_exl3.cuda.moe_plan import (
     COMBINE,
     COMBINE_ROWS,
+    COMBINE_ROWS_THREADS,
     COUNT,
     GROUP_ROWS,
     ROUTE,
@@ -162,7 +163,7 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
             shared = plan.group_shared[index]
             group = device.kernel(GROUP_ROWS[index])
             group.allow_shared(shared)
-            group.launch((plan.group_grid, 1), plan.group_threads[index], shared, stream, [arguments], dependent)
+            group.launch((plan.group_grid[index], 1), plan.group_threads[index], shared, stream, [arguments], dependent)
         else:
             shared, rows = plan.rows_shared[index], device.kernel(ROWS)
             rows.allow_shared(shared)
@@ -172,8 +173,8 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
         grid, threads = (plan.gemm_grid[index], 1), plan.gemm_threads[index]
         gemm.launch(grid, threads, plan.gemm_shared, stream, [arguments], dependent, plan.gemm_cluster)
     if plan.route is not None:
-        grid, threads = (-(-arguments.tokens // 2), 1), plan.combine_threads
-        device.kernel(COMBINE_ROWS).launch(grid, threads, 0, stream, [arguments], dependent)
+        combine, threads = device.kernel(COMBINE_ROWS), COMBINE_ROWS_THREADS
+        combine.launch((plan.combine_grid, 1), threads, 0, stream, [arguments], dependent)
     else:
         grid = (arguments.tokens, -(-second.out_width // _COMBINE_CHANNELS))
         device.kernel(COMBINE).launch(grid, 256, 0, stream, [arguments], dependent)

@@ -12,6 +12,7 @@ from vllm_exl3.pack.stored import BLOCK
 __all__ = [
     "COMBINE",
     "COMBINE_ROWS",
+    "COMBINE_ROWS_THREADS",
     "COUNT",
     "GROUP_ROWS",
     "ROUTE",
@@ -49,8 +50,20 @@ _ROUTE_SLOTS, _ROUTE_BLOCKS = 1024, 64
 _LARGEST_BLOCKS = 512
 """Blocks that find tokens' largest values, at most."""
 
-_GATE_BYTES, _KEPT_BYTES = 16 * BLOCK * 4, 4 * 2 * 32 * 16 + 4 * 16 * 4
-"""Of moe_group_hidden.cuh, of a chunk's 128-block: a warp's room for gates, and what is kept of what was activated."""
+_SCALE_BYTES, _KEPT_BYTES = 3 * 2 * BLOCK, 4 * 2 * 32 * 16 + 4 * 16 * 4
+"""Of moe_group_hidden.cuh, of a chunk's 128-block: a warp's room for scales, and what is kept of what was activated."""
+
+_CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOCK)
+"""Of moe_group_inputs.cuh: what is known of a block's next chunks; a warp's two slots for x and suh of a 128-block."""
+
+_HIDDEN_WARPS = 12
+"""Of moe_group_hidden.cuh: warps that a multiprocessor's registers hold."""
+
+COMBINE_ROWS_THREADS = 128
+"""Of moe_combine_rows.cu."""
+
+_COMBINE_WARPS = 32
+"""Of it on a multiprocessor, at least, where there are enough tokens and channels: twice what one holds."""
 
 _SUMS_BEYOND = 256
 """Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""
@@ -72,7 +85,7 @@ class MoePlan:
         group_grid: blocks of the input transforms where rows are grouped.
         group_threads: their threads.
         group_shared: their dynamic shared memory.
-        combine_threads: threads of the weighted sum's blocks where rows are grouped; one for each pair of tokens.
+        combine_grid: blocks of the weighted sum where rows are grouped.
         values: fields of `MoeArgs` that follow from the shapes.
         stages: fields of its two `MoeStage`.
         scratch: bytes of scratch.
@@ -87,10 +100,10 @@ class MoePlan:
     gemm_shared: int
     route: tuple[int, int, int, int] | None
     rows_shared: tuple[int, int]
-    group_grid: int
+    group_grid: tuple[int, int]
     group_threads: tuple[int, int]
     group_shared: tuple[int, int]
-    combine_threads: int
+    combine_grid: int
     values: dict[str, int]
     stages: tuple[dict[str, int], dict[str, int]]
     scratch: int
@@ -108,21 +121,31 @@ def _even_warps(blocks: int, most: int = ROW_THREADS // 32) -> int:
     return -(-blocks // -(-blocks // most))
 
 
-def _hidden(blocks: int, totals: int, gated: bool, limits: GpuLimits) -> tuple[int, int, bool]:
+def _hidden(blocks: int, totals: int, limits: GpuLimits) -> tuple[int, int, bool]:
     """Of the second stage's input transform: warps, shared memory, and whether what was activated is kept in it.
 
-    Where shared memory holds one thread block only, it gets the warps of two.
+    As many warps as have something to do at once on a multiprocessor, in thread blocks as large as that allows.
     """
-    room = limits.shared_memory - 1024
-    for most in (ROW_THREADS // 32, 2 * ROW_THREADS // 32):
-        warps = _even_warps(blocks, most)
-        shared = totals + (warps * _GATE_BYTES if gated else 0) + blocks * _KEPT_BYTES
-        if shared <= room // 2 or (room // 2 < shared <= room and most > ROW_THREADS // 32):
-            return warps, shared, True
+    room = limits.shared_memory
+
+    def shared(warps: int, kept: int) -> int:
+        return totals + warps * _SCALE_BYTES + kept * _KEPT_BYTES
+
+    def busy(warps: int) -> tuple[float, int]:
+        resident = min(_HIDDEN_WARPS // warps, room // (shared(warps, blocks) + 1024))
+        return resident * blocks / -(-blocks // warps), warps
+
+    warps = max(range(1, _HIDDEN_WARPS + 1), key=busy)
+    if busy(warps)[0] > 0:
+        return warps, shared(warps, blocks), True
     warps = _even_warps(blocks)
-    shared = totals + (warps * _GATE_BYTES if gated else 0)
-    kept = shared + blocks * _KEPT_BYTES
-    return (warps, kept, True) if kept <= room else (warps, shared + warps * _KEPT_BYTES, False)
+    return warps, shared(warps, warps), False
+
+
+def _combine_grid(tokens: int, blocks: int, limits: GpuLimits) -> int:
+    """Blocks of moe_combine_rows.cu: as many warps a token as give every multiprocessor some rounds of them."""
+    split = min(blocks, -(-_COMBINE_WARPS * limits.multiprocessors // tokens))
+    return -(-tokens * split * 32 // COMBINE_ROWS_THREADS)
 
 
 def _route(largest: int, slots: int, experts: int) -> tuple[int, int, int, int]:
@@ -156,6 +179,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     item, rows = (2, padded) if form.wide else (4, slots)  # of outputs; in all
     facts = 4 * (rows * (first + 1) + (_SUMS_BEYOND if form.wide else 0))
 
+    chunks = padded // _CHUNK_ROWS + layer.experts
     route = _route(tokens + layer.experts * first, slots, layer.experts)
 
     sizes = {
@@ -168,7 +192,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         "order": 4 * padded,
         "places": 4 * slots,
         "blocks": 16 * blocks,
-        "chunks": 16 * (padded // _CHUNK_ROWS + layer.experts) if form.wide else 0,
+        "chunks": 16 * chunks if form.wide else 0,
         "list_sizes": 8,
         "totals": 4 * route[0] * layer.experts,
         "row_largest": 4 * tokens,
@@ -191,7 +215,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         },
     )  # fmt: skip
     totals = [4 * _CHUNK_ROWS * stage["in_features"] // BLOCK for stage in stages]
-    hidden_warps, hidden_shared, keep = _hidden(intermediate // BLOCK, totals[1], first > 1, limits)
+    hidden_warps, hidden_shared, keep = _hidden(intermediate // BLOCK, totals[1], limits)
     values = {
         "tokens": tokens, "top_k": layer.top_k, "slots": slots, "experts": layer.experts,
         "mapped": layer.total_experts, "projections": layer.projections, "tile_rows": form.tile_rows,
@@ -209,10 +233,10 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         gemm_threads=(gemm.threads << alone[0], gemm.threads << alone[1]),
         gemm_shared=gemm.shared,
         route=route if form.wide else None,
-        group_grid=min(8 * limits.multiprocessors, padded // _CHUNK_ROWS + layer.experts),
+        group_grid=(min(2 * limits.multiprocessors, chunks), min(8 * limits.multiprocessors, chunks)),
         group_threads=(32 * _even_warps(hidden // BLOCK), 32 * hidden_warps),
-        group_shared=(first * totals[0], hidden_shared),
-        combine_threads=32 * _even_warps(hidden // BLOCK),
+        group_shared=(_CHUNKS_BYTES + first * totals[0] + _even_warps(hidden // BLOCK) * _INPUT_BYTES, hidden_shared),
+        combine_grid=_combine_grid(tokens, hidden // BLOCK, limits),
         rows_shared=(max(16 + 4 * hidden, sorting), 16 + 4 * intermediate),
         values=values,
         stages=stages,

@@ -103,6 +103,9 @@ inline unsigned __match_any_sync(unsigned, int v) {
 inline unsigned __reduce_max_sync(unsigned, unsigned v) { return collect(v, [](auto& all, int) { return *std::max_element(all, all + 32); }); }
 inline int __reduce_add_sync(unsigned, int v) { return collect(v, [](auto& all, int) { unsigned sum = 0; for (unsigned one : all) sum += one; return int(sum); }); }
 
+inline unsigned __ballot_sync(unsigned, int v) {
+    return collect(unsigned(v != 0), [](auto& all, int) { unsigned bits = 0; for (int i = 0; i < 32; ++i) bits |= all[i] << i; return bits; });
+}
 inline int __any_sync(unsigned, int v) { return collect(v, [](auto& all, int) { return int(std::any_of(all, all + 32, [](unsigned one) { return one != 0; })); }); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }

@@ -54,8 +54,8 @@ __device__ __forceinline__ void activate_kind(float (&gate)[COUNT], const float 
 // The result replaces `gate`. One branch for all values.
 template <int COUNT>
 __device__ __forceinline__ void activate_all(u32 kind, float (&gate)[COUNT], const float (&up)[COUNT], float alpha, float beta, float limit) {
+    if (kind == SWIGLU) return activate_kind<SWIGLU>(gate, up, alpha, beta, limit);  // of most models: no indirect branch
     switch (kind) {
-        case SWIGLU: return activate_kind<SWIGLU>(gate, up, alpha, beta, limit);
         case SWIGLU_STEP: return activate_kind<SWIGLU_STEP>(gate, up, alpha, beta, limit);
         case SITU: return activate_kind<SITU>(gate, up, alpha, beta, limit);
         case GELU: return activate_kind<GELU>(gate, up, alpha, beta, limit);

@@ -3,17 +3,36 @@
 #pragma once
 #include "moe_group_rows.cuh"
 
-// Shared memory. `gate` [warp][u][r][half][lane] holds a 128-block's gates while its ups are rotated; there is none without a
-// gate. The rest is what was activated: fp16, each 32 channels of a row with a power of two of their own, as the A operand of
-// their products; and those channels' largest values. Where there is room for all blocks (`args.keep_hidden`) they are kept
-// between the two passes, else each warp has one.
+constexpr int HIDDEN_THREADS = 384;  // of all blocks on a multiprocessor: a lane holds a 128-block of gates and of ups
+
+// Shared memory: each warp's `scales` of a 128-block, [svh of gate, svh of up, suh of down][128]; what was activated: fp16, each
+// 32 channels of a row with a power of two of their own, as the A operand of their products; and those channels' largest
+// values. Where there is room for all blocks (`args.keep_hidden`) what was activated is kept between the two passes, else each
+// warp has one.
 struct HiddenMemory {
-    float4* gate;
+    uint4* scales;
     uint2* fragments;  // [kept block][32 channels][b2][r][lane]
     u32* largest;      // [kept block][32 channels][CHUNK_ROWS]
-    __device__ __forceinline__ HiddenMemory(u8* memory, u32 blocks, u32 warps, u32 warp, bool gated)
-        : gate(reinterpret_cast<float4*>(memory) + warp * 512), fragments(reinterpret_cast<uint2*>(memory) + (gated ? warps * 1024 : 0)),
+    __device__ __forceinline__ HiddenMemory(u8* memory, u32 blocks, u32 warps, u32 warp)
+        : scales(reinterpret_cast<uint4*>(memory) + warp * 48), fragments(reinterpret_cast<uint2*>(memory + warps * 768)),
           largest(reinterpret_cast<u32*>(fragments + blocks * 4 * 2 * 2 * 32)) {}
+};
+
+// What a chunk's 128-blocks have in common.
+struct HiddenSource {
+    const u16* scales[3];  // as HiddenMemory names them
+    float factors[2][2];   // of gate (or up alone) and up, of a lane's two rows
+    __device__ __forceinline__ HiddenSource(const MoeArgs& args, const MoeStage& stage, u32 expert, const u32 (&rows)[2]) {
+        const MoeStage& first = args.stages[0];
+        const u32 gated = first.projections - 1;
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            scales[i] = first.svh + projection_of(args, expert, i & gated).svh;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) factors[i][r] = output_factor(args, first, expert, i & gated, rows[r]);
+        }
+        scales[2] = stage.suh + projection_of(args, expert, stage.first).suh;
+    }
 };
 
 // The exponent, as float bits have it, of the power of two in a row's factor: HADAMARD_SCALE lies in [2^-4, 2^-3).
@@ -31,37 +50,45 @@ __device__ __forceinline__ u32 quad_largest(const float (&v)[8]) {
     return max(bits, __shfl_xor_sync(0xffffffffu, bits, 2));
 }
 
-// Reads 128 channels of a chunk's gates and ups, and leaves them activated, times suh, in place `place` of `memory`. There are
-// many activations: loops that are not unrolled keep the code within the instruction cache.
-__device__ __forceinline__ void activate_block(const MoeArgs& args, const MoeStage& stage, const RowBlock& block, const Chunk& chunk,
-                                               const Signs& signs, const HiddenMemory& memory, u32 b, u32 place, u32 (&most)[2], int lane) {
-    const MoeStage& first = args.stages[0];
-    const u32 channel = b * STRIP + 8 * (lane & 3), gated = first.projections - 1;
-    float sums[8][2][4], factors[2];
-    const u16* svh;
-#pragma unroll 1
-    for (u32 index = 0; index <= gated; ++index) {
-        StoredBlock stored;
-        stored.load(first, chunk.rows, index, b, lane);
-        const Projection& projection = projection_of(args, block.expert, index);
-        svh = first.svh + projection.svh;
+// Scales rotated sums in place; they stay where they are.
+__device__ __forceinline__ void scale_sums(float (&sums)[8][2][4], const float (&factors)[2], const uint4* svh) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) factors[r] = output_factor(args, first, block.expert, index, chunk.rows[r]);
-        stored.rotate(sums, signs);
-        if (index == gated) break;
+    for (int u = 0; u < 4; ++u) {
+        float scales[8];
+        convert_scales(scales, svh[4 * u]);
 #pragma unroll
-        for (int u = 0; u < 4; ++u)
+        for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float v[8];
-                scaled_outputs(v, sums, u, r, factors[r], eight_scales(svh, channel + 32 * u));
-                add_bias(v, first, projection, channel + 32 * u, 1.0f);
-                memory.gate[(2 * u + r) * 64 + lane] = make_float4(v[0], v[1], v[2], v[3]);
-                memory.gate[(2 * u + r) * 64 + 32 + lane] = make_float4(v[4], v[5], v[6], v[7]);
+            for (int i = 0; i < 8; ++i) {
+                float& value = sums[2 * u + (i >> 1 & 1)][i >> 2][2 * r + (i & 1)];
+                value = value * factors[r] * scales[i];
             }
     }
-    const Projection& up = projection_of(args, block.expert, gated);
-    const u16* suh = stage.suh + projection_of(args, block.expert, stage.first).suh;
+}
+
+// Reads 128 channels of a chunk's gates and ups, and leaves them activated, times suh, in place `place` of `memory`. There are
+// many activations: a loop that is not unrolled keeps the code within the instruction cache.
+__device__ __forceinline__ void activate_block(const MoeArgs& args, const MoeStage& stage, const RowBlock& block, const Chunk& chunk,
+                                               const HiddenSource& source, const Signs& signs, const HiddenMemory& memory, u32 b, u32 place,
+                                               u32 (&most)[2], int lane) {
+    const MoeStage& first = args.stages[0];
+    const u32 channel = b * STRIP + 8 * (lane & 3), gated = first.projections - 1;
+    float gates[8][2][4], ups[8][2][4];
+    StoredBlock gate, up;
+    gate.load(first, chunk.rows, 0, b, lane);
+    up.load(first, chunk.rows, gated, b, lane);
+    __syncwarp();
+    memory.scales[lane] = *reinterpret_cast<const uint4*>((lane < 16 ? source.scales[0] : source.scales[1]) + b * STRIP + 8 * (lane & 15));
+    if (lane < 16) memory.scales[32 + lane] = *reinterpret_cast<const uint4*>(source.scales[2] + b * STRIP + 8 * lane);
+    __syncwarp();
+    const uint4* scales = memory.scales + (lane & 3);
+    up.rotate(ups, signs), scale_sums(ups, source.factors[1], scales + 16);
+    if (gated) {
+        gate.rotate(gates, signs), scale_sums(gates, source.factors[0], scales);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) gates[i / 8][i / 4 % 2][i % 4] = ups[i / 8][i / 4 % 2][i % 4];
+    }
 #pragma unroll 1
     for (u32 half = 0; half < 2; ++half) {
 #pragma unroll
@@ -69,14 +96,17 @@ __device__ __forceinline__ void activate_block(const MoeArgs& args, const MoeSta
             const int u = i / 2, r = i % 2;
             const u32 part = 2 * half + u, at = channel + 32 * part;
             float v[8], outputs[8], scale[8];
-            scaled_outputs(outputs, sums, u, r, factors[r], eight_scales(svh, at));
-            add_bias(outputs, first, up, at, 1.0f);
-            if (gated) {
-                const float4 low = memory.gate[(2 * part + r) * 64 + lane], high = memory.gate[(2 * part + r) * 64 + 32 + lane];
-                v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                v[c] = gates[2 * u + (c >> 1 & 1)][c >> 2][2 * r + (c & 1)];
+                outputs[c] = ups[2 * u + (c >> 1 & 1)][c >> 2][2 * r + (c & 1)];
+            }
+            if (first.bias != nullptr) {
+                if (gated) add_bias(v, first, projection_of(args, block.expert, 0), at, 1.0f);
+                add_bias(outputs, first, projection_of(args, block.expert, gated), at, 1.0f);
             }
             activate_all(args.activation, v, outputs, args.alpha, args.beta, args.limit);
-            convert_scales(scale, eight_scales(suh, at));
+            convert_scales(scale, scales[32 + 4 * part]);
 #pragma unroll
             for (int c = 0; c < 8; ++c) v[c] *= scale[c];
             if (at + 8 > stage.in_width)
@@ -94,7 +124,8 @@ __device__ __forceinline__ void activate_block(const MoeArgs& args, const MoeSta
 #pragma unroll
         for (int t = 0; t < 4; ++t)  // the other 64 channels
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sums[t][i / 4][i % 4] = sums[t + 4][i / 4][i % 4];
+            for (int i = 0; i < 8; ++i)
+                gates[t][i / 4][i % 4] = gates[t + 4][i / 4][i % 4], ups[t][i / 4][i % 4] = ups[t + 4][i / 4][i % 4];
     }
 }
 
@@ -127,8 +158,9 @@ __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeS
                                                  const Signs& signs, u32* largest, float* totals, u8* shared) {
     const int lane = threadIdx.x & 31;
     const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, blocks = stage.in_features / STRIP;
-    const Chunk chunk(args, stage, block, lane);
-    const HiddenMemory memory(shared, args.keep_hidden ? blocks : warps, warps, warp, args.stages[0].projections > 1);
+    const Chunk chunk(block, args.starts[block.expert], args.starts[block.expert + 1], lane);
+    const HiddenMemory memory(shared, args.keep_hidden ? blocks : warps, warps, warp);
+    const HiddenSource source(args, stage, block.expert, chunk.rows);
     if (threadIdx.x < CHUNK_ROWS) largest[threadIdx.x] = 0;
     __syncthreads();
     RowScale scales[2];
@@ -138,7 +170,7 @@ __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeS
 #pragma unroll 1
         for (u32 b = warp; b < blocks; b += warps) {
             const u32 place = args.keep_hidden ? b : warp;
-            if (pass == 0 || !args.keep_hidden) activate_block(args, stage, block, chunk, out_signs, memory, b, place, most, lane);
+            if (pass == 0 || !args.keep_hidden) activate_block(args, stage, block, chunk, source, out_signs, memory, b, place, most, lane);
             if (pass == 0) continue;
             __syncwarp();
             float sums[8][2][4], stored[2];

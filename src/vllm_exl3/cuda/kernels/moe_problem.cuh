@@ -53,7 +53,7 @@ struct MoeArgs {
     u32* order;               // scratch: slots, expert by expert
     u32* places;              // scratch [slots]: where a slot is in `order`, or NOWHERE
     RowBlock* blocks;         // scratch
-    RowBlock* chunks;         // scratch: the same in pieces of CHUNK_ROWS rows; where rows are grouped
+    RowBlock* chunks;         // scratch: pieces of CHUNK_ROWS rows, experts' first, then their second ones; where rows are grouped
     u32* list_sizes;          // scratch [2]: how many blocks and chunks
     u32* totals;              // scratch [blocks of exl3_moe_route][experts]: how often each occurs in a block's slots
     float* row_largest;       // scratch [tokens]: the largest magnitude of x; where rows are grouped

@@ -89,34 +89,20 @@ __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
 }
 
 // A lane's part of a 128-block of x for its two rows, times the rows' factors, in fp16: lane (g, q) has rows g and g + 8,
-// channels 32u + 8q .. 32u + 8q + 7; beyond the width they are zero. FAST: 16-bit values, all aligned to 16 bytes.
-template <bool FAST>
+// channels 32u + 8q .. 32u + 8q + 7; beyond the width they are zero.
 struct ChunkInput {
     u32 halves[4][2][4];
 
     __device__ __forceinline__ void load(const MoeArgs& args, const i64 (&rows)[2], const float (&factors)[2], u32 first) {
-        const u32 width = args.stages[0].in_width;
-        uint4 raw[4][2];
-        if constexpr (FAST)
-#pragma unroll
-            for (int u = 0; u < 4; ++u)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    raw[u][r] = first + 32 * u < width
-                        ? *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + rows[r] + first + 32 * u) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int u = 0; u < 4; ++u)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float v[8];
-                if constexpr (FAST) {
-                    convert_channels(v, raw[u][r], args.x_type);
-                } else {
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) {
-                        const u32 channel = first + 32 * u + i;
-                        v[i] = channel < width ? load_element(args.x, rows[r] + channel, args.x_type) : 0.0f;
-                    }
+                for (int i = 0; i < 8; ++i) {
+                    const u32 channel = first + 32 * u + i;
+                    v[i] = channel < args.stages[0].in_width ? load_element(args.x, rows[r] + channel, args.x_type) : 0.0f;
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) halves[u][r][i] = half_pair(v[2 * i] * factors[r], v[2 * i + 1] * factors[r]);

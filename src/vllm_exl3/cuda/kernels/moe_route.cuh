@@ -60,11 +60,29 @@ __device__ __forceinline__ uint2 add_parts(const MoeArgs& args, u32 expert, u32 
     return sum;
 }
 
-// One block: part `part` of `parts`. Shared memory: counts [warps][experts], then sizes, starts, first row blocks and first
-// chunks [experts].
+// Lists pieces of CHUNK_ROWS rows: every expert's first, then every expert's second and so on, so that the tokens in work at
+// one time are few and their x stays in the L2. Warps take turns, `turn` of `turns`.
+__device__ __forceinline__ void list_chunks(const MoeArgs& args, const u32* sizes, const u32* starts, u32 turn, u32 turns, u32 lane) {
+    u32 most = 0;
+    for (u32 expert = lane; expert < args.experts; expert += 32) most = max(most, sizes[expert]);
+    most = __reduce_max_sync(0xffffffffu, most);
+    for (u32 piece = turn; piece * CHUNK_ROWS < most; piece += turns) {
+        u32 place = 0;  // pieces before, of all experts
+        for (u32 expert = lane; expert < args.experts; expert += 32) place += min((sizes[expert] + CHUNK_ROWS - 1) / CHUNK_ROWS, piece);
+        place = __reduce_add_sync(0xffffffffu, place);
+        for (u32 base = 0; base < args.experts; base += 32) {
+            const u32 expert = base + lane, row = piece * CHUNK_ROWS, size = expert < args.experts ? sizes[expert] : 0;
+            const u32 have = __ballot_sync(0xffffffffu, size > row);
+            if (size > row) args.chunks[place + __popc(have & ((1u << lane) - 1))] = {expert, starts[expert] + row, min(CHUNK_ROWS, size - row), 0};
+            place += __popc(have);
+        }
+    }
+}
+
+// One block: part `part` of `parts`. Shared memory: counts [warps][experts], then sizes, starts and first row blocks [experts].
 __device__ __forceinline__ void route(const MoeArgs& args, u32* memory, u32 part, u32 parts) {
     const u32 experts = args.experts, warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    u32 *sizes = memory + warps * experts, *starts = sizes + experts, *first_blocks = starts + experts, *first_chunks = first_blocks + experts;
+    u32 *sizes = memory + warps * experts, *starts = sizes + experts, *first_blocks = starts + experts;
     u32* counts = memory + warp * experts;
     const SlotRange block(0, args.slots, part, parts), range(block.begin, block.end, warp, warps);
     const u32 begin = range.begin, end = range.end;
@@ -93,22 +111,19 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory, u32 part
             const u32 size = base + lane < experts ? sizes[base + lane] : 0;
             const u32 rows = (size + args.row_padding - 1) / args.row_padding * args.row_padding;
             const u32 tile = tile_rows(args, size), count = (size + tile - 1) / tile;
-            const u32 pieces = (size + CHUNK_ROWS - 1) / CHUNK_ROWS;
-            u32 row_sum = rows, block_sum = count, chunk_sum = pieces;
+            u32 row_sum = rows, block_sum = count;
             for (u32 step = 1; step < 32; step *= 2) {
-                const u32 r = __shfl_up_sync(0xffffffffu, row_sum, step), b = __shfl_up_sync(0xffffffffu, block_sum, step),
-                          c = __shfl_up_sync(0xffffffffu, chunk_sum, step);
-                if (lane >= step) row_sum += r, block_sum += b, chunk_sum += c;
+                const u32 r = __shfl_up_sync(0xffffffffu, row_sum, step), b = __shfl_up_sync(0xffffffffu, block_sum, step);
+                if (lane >= step) row_sum += r, block_sum += b;
             }
             if (base + lane < experts) {
                 starts[base + lane] = start + row_sum - rows;
                 if (part == 0) args.starts[base + lane] = starts[base + lane];
                 first_blocks[base + lane] = block + block_sum - count;
-                first_chunks[base + lane] = chunk + chunk_sum - pieces;
             }
             start += __shfl_sync(0xffffffffu, row_sum, 31);
             block += __shfl_sync(0xffffffffu, block_sum, 31);
-            chunk += __shfl_sync(0xffffffffu, chunk_sum, 31);
+            chunk += __reduce_add_sync(0xffffffffu, (size + CHUNK_ROWS - 1) / CHUNK_ROWS);
         }
         if (lane == 0 && part == 0) args.list_sizes[0] = block, args.list_sizes[1] = chunk, args.starts[experts] = start;
     }
@@ -117,10 +132,8 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory, u32 part
         const u32 size = sizes[expert], tile = tile_rows(args, size);
         for (u32 row = 0, block = first_blocks[expert]; row < size; row += tile, ++block)
             args.blocks[block] = {expert, starts[expert] + row, min(tile, size - row), 0};
-        if (args.grouped)
-            for (u32 row = 0, chunk = first_chunks[expert]; row < size; row += CHUNK_ROWS, ++chunk)
-                args.chunks[chunk] = {expert, starts[expert] + row, min(CHUNK_ROWS, size - row), 0};
     }
+    if (args.grouped) list_chunks(args, sizes, starts, part * warps + warp, parts * warps, lane);
     for_slots(args, begin, end, lane, [&](u32 slot, int expert) {
         const u32 same = __match_any_sync(0xffffffffu, expert);
         u32 place = NOWHERE;
