@@ -47,9 +47,9 @@ _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
 _INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
 _PART_SHIFT, _INT8_PART_SHIFT = 8, 12
-"""Powers of two that the sums of parts of tiles are divided by to fit fp16. Larger ones lose small rows: activations are
-at most 2^11, but 2^4 where outliers are left room for, and less where a row has an outlier. Activations a row's length
-of which is at most 181·sqrt(k) and columns of weights of 1.24·sqrt(k) bound sums at 224·k; int8 has larger integers."""
+"""Powers of two that sums of parts of tiles are divided by to fit fp16. Activations are below 2^11, and below 2^4 where
+room is left for outliers: a larger divisor loses small rows. A row of activations is 181·sqrt(k) long at most, a column
+of weights about 1.24·sqrt(k), which bounds sums by 224·k; int8 has larger integers."""
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
