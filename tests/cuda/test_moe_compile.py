@@ -24,13 +24,12 @@ MANY = tuple((2 * bits, 2) for bits in range(2, 9))
 def tolerated(instance: Instance) -> int:
     """Bytes of stack that cost nothing measurable.
 
-    Warpgroup kernels put accumulators aside once an item, until their rows are stored; fp16 with mma.sync, for GPUs
-    without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a few for a second block. Of many
-    kinds, products of 144 columns instead of 160 win more than what the widest kernel then spills costs.
+    Warpgroup kernels put accumulators aside once an item, until their rows are stored, clusters only where kinds mix;
+    fp16 with mma.sync, for GPUs without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a
+    few for a second block.
     """
-    macros = dict(instance.macros)
     if instance.source == "moe_cluster.cu":
-        return 128 if macros["INSTANCE_LEAST"] == "144" else 0
+        return 176 if dict(instance.macros)["INSTANCE_KINDS"].count("Kind<") > 1 else 0
     return {"moe_wide.cu": 384, "moe_gemm.cu": 96, "moe_group_rows.cu": 160}.get(instance.source, 0)
 
 
