@@ -27,6 +27,8 @@ from gpu_moe_summary import summaries, table
 from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda.moe_geometry import MoeForm
 from vllm_exl3.cuda.timing import replayed
+from vllm_exl3.ops.experts import projection_kinds
+from vllm_exl3.tools.expert_layout import lay_out_experts
 from vllm_exl3.tools.results import write_results
 
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048, 8192)
@@ -91,9 +93,21 @@ def forms_for(arguments: argparse.Namespace, experts: int, top_k: int, tokens: i
     ]
 
 
+def prepare_all(names: list[str]) -> None:
+    """Compile, in parallel, what layers of these shapes need."""
+    layers = []
+    for name in names:
+        experts, _, hidden, intermediate, kinds, options = SHAPES[name]
+        gated = bool(options.get("gated", True))
+        projections, _ = lay_out_experts(experts, hidden, intermediate, kinds, gated=gated)
+        layers.append((tuple(projection_kinds(projections)), experts, experts, hidden, intermediate))
+    kernels.prepare(layers, torch.device("cuda", torch.cuda.current_device()))
+
+
 def measure(arguments: argparse.Namespace) -> None:
     """One row per shape, number of tokens and form; written as they come."""
     rows: list[dict[str, object]] = []
+    prepare_all(arguments.shapes)
     for name in arguments.shapes:
         experts, top_k, hidden, intermediate, kinds, options = SHAPES[name]
         layer = random_layer(experts, hidden, intermediate, kinds, **options)  # type: ignore[arg-type]
