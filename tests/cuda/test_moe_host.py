@@ -31,6 +31,9 @@ IDENTITY, THIN, WIDE = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64)
 WIDER, WIDEST = MoeForm(False, 128), MoeForm(False, 256)
 ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
 GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
+COMBINE_CHANNELS = 1024
+"""Of a thread block of moe_combine.cu."""
+
 BLOCKS = 2
 """Thread blocks of a GEMM: few, so that every block has several items."""
 
@@ -73,7 +76,7 @@ def arguments_of(
         stages.append(MoeStage(**sizes, **places))
     alpha, beta, limit = layer.activation[1:]
     args = MoeArgs(
-        stages=(MoeStage * 2)(*stages), table=memory.place(table.numpy()), x_type=2, out_type=2, wide_ids=0,
+        stages=(MoeStage * 2)(*stages), table=memory.place(table.numpy()), out_type=2, wide_ids=0,
         x_stride=layer.hidden, out_stride=layer.hidden, weight_on_input=on_input, alpha=alpha, beta=beta, limit=limit,
         activation=ACTIVATION_KINDS.index(layer.activation[0]), **plan.values,
     )  # fmt: skip
@@ -148,7 +151,7 @@ def run(
     if plan.route is not None:
         launch(COMBINE_ROWS, (plan.combine_grid, 1), COMBINE_ROWS_THREADS, 0)
     else:
-        launch(COMBINE, (tokens, 1), 256, 0)
+        launch(COMBINE, (tokens, -(-layer.hidden // COMBINE_CHANNELS)), 256, 0)
     return torch.from_numpy(out)
 
 
@@ -206,6 +209,21 @@ def test_16_bit_inputs(library: ctypes.CDLL, dtype: torch.dtype, hidden: int, to
     ids[tokens - 1 :] = 0
     expected = layer.oracle(x.float(), weights, ids)
     assert error(run(library, layer, x, (weights, ids), WIDE), expected) < bound(WIDE)
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "dtype"),
+    [(IDENTITY, 8 * 128 + 128, torch.float16), (IDENTITY, 198, torch.bfloat16), (WIDE, 200, torch.float16)],
+    ids=str,
+)
+def test_inputs_of_sixteen_bits_give_what_the_same_numbers_give(
+    library: ctypes.CDLL, form: MoeForm, hidden: int, dtype: torch.dtype
+) -> None:
+    """Also where a warp has two rounds, and where rows begin at addresses that cannot be read by fours."""
+    layer = random_layer(2, hidden, 128, UNIFORM)
+    x = torch.randn((3, hidden), generator=torch.Generator().manual_seed(10)).to(dtype)
+    route = random_routing(3, 2, 1)
+    assert torch.equal(run(library, layer, x, route, form), run(library, layer, x.float(), route, form))
 
 
 @pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
@@ -319,6 +337,33 @@ def test_every_activation(library: ctypes.CDLL, form: MoeForm, name: str) -> Non
     x = torch.randn((3, 128), generator=torch.Generator().manual_seed(6))
     route = (torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32))
     assert error(run(library, layer, x, route, form), layer.oracle(x, *route)) < bound(form)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 10), (17, 7), (43, 3), (128, 1)])
+def test_slots_by_row_blocks_where_they_are_few_or_many(library: ctypes.CDLL, tokens: int, top_k: int) -> None:
+    """Both ways of sorting give experts in order, each expert's slots in order, in as few row blocks as fit."""
+    experts, top_most = 11, 4
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+    ids[ids == 5] = 3  # an expert without rows, and one with many
+    layer = random_layer(experts, 128, 128, UNIFORM)
+    shape = Layer(tuple((p, 8, Codebook.MUL1) for p in range(3)), experts, experts, top_k, 128, 128)
+    plan, memory = plan_moe(shape, tokens, IDENTITY, 2, H200), Memory()
+    args = arguments_of(memory, layer, plan, pack_table(layer.projections), IDENTITY, False)
+    args.x, args.x_type, args.ids = memory.place(np.ones((tokens, 128), np.float32)), 2, memory.place(ids.numpy())
+    library.run_kernel(ctypes.byref(args), ROWS, 0, tokens * top_k + 1, 2, 256, plan.rows_shared[0])
+
+    def found(address: int, count: int) -> np.ndarray:
+        return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address)).copy()
+
+    flat = ids.numpy().ravel()
+    here, counts = int((flat >= 0).sum()), np.bincount(flat[flat >= 0], minlength=experts)
+    assert (found(args.order, here) == np.argsort(np.where(flat >= 0, flat, experts), kind="stable")[:here]).all()
+    listed = found(args.blocks, 4 * found(args.list_sizes, 1)[0]).reshape(-1, 4)
+    most = np.where(counts > 2, top_most, 2)
+    assert (listed[:, 0] == np.repeat(np.arange(experts), -(-counts // most))).all()
+    assert (np.bincount(listed[:, 0], listed[:, 2], experts) == counts).all()
+    assert (listed[:, 1] == np.cumsum([0, *listed[:-1, 2]])).all()
+    assert ((listed[:, 2] > 0) & (listed[:, 2] <= most[listed[:, 0]])).all()
 
 
 @pytest.mark.parametrize("tokens", [90, 700, 1500])

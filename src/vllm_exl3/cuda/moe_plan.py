@@ -44,6 +44,9 @@ _ALIGN = 256
 _ROUTE_SHARED = 64 << 10
 """Bytes of shared memory that a single sorting block's counts may take: decides its warps."""
 
+_FEW_SHARED = 4 * (2 * 128 + 1)
+"""Bytes of shared memory that sorting few slots takes: of moe_route_few.cuh."""
+
 _ROUTE_SLOTS, _ROUTE_BLOCKS = 1024, 64
 """Slots from which on there is a sorting block for each so many, and at most how many blocks."""
 
@@ -225,7 +228,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     items = [blocks * stage["projections"] * -(-stage["out_features"] // (gemm.width * BLOCK)) for stage in stages]
     # Few items leave a multiprocessor's other warps idle, so they get twice the warps.
     alone = [exact(layer.codes, form) and count <= limits.multiprocessors for count in items]
-    sorting = 0 if form.wide else _route_shared(ROW_THREADS // 32, layer.experts)
+    sorting = 0 if form.wide else max(_route_shared(ROW_THREADS // 32, layer.experts), _FEW_SHARED)
     return MoePlan(
         gemms=(gemm_instance(layer.codes, form, alone=alone[0]), gemm_instance(layer.codes, form, alone=alone[1])),
         gemm_grid=(form.cluster * min(gemm.resident, items[0]), form.cluster * min(gemm.resident, items[1])),

@@ -47,12 +47,16 @@ void narrow(const MoeArgs& args) {
 extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_x, u32 grid_y, u32 block, u32 shared) {
     using Function = void (*)(const MoeArgs);
     const Function simple[] = {exl3_moe_route, exl3_moe_rows, group_rows_0, group_rows_1, exl3_moe_combine, exl3_moe_combine_rows, exl3_moe_count};
+    waits_in_order = true;
     launch(grid_x, grid_y, block, shared, [=] {
+        waited[running] = false;
         if (kernel < 7) simple[kernel](*args);
         else if (kernel == 7) mixed ? narrow<true>(*args) : narrow<false>(*args);
         else if (kernel == 8) mixed ? wide<32, true>(*args) : wide<32, false>(*args);
         else if (kernel == 9) mixed ? wide<64, true>(*args) : wide<64, false>(*args);
         else if (kernel == 10) mixed ? cluster<256, true>(*args) : cluster<256, false>(*args);
         else mixed ? cluster<128, true>(*args) : cluster<128, false>(*args);
+        // Launches read ahead what the one before last wrote (moe_begin.cuh).
+        if (!waited[running]) stop("a thread ended without waiting for the launch before");
     });
 }

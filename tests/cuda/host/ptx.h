@@ -11,6 +11,7 @@ inline void ptx_cvt_rn_bf16_f32(uint16_t& bits, float value) {
     const unsigned all = __float_as_uint(value);
     bits = uint16_t((all + 0x7fff + (all >> 16 & 1)) >> 16);
 }
+inline void ptx_prefetch_global_L2(const void* at) { (void)*static_cast<const volatile char*>(at); }  // so that it must exist
 inline void ptx_lop3_b32(unsigned& d, unsigned a, unsigned b, unsigned c) { d = (a & b) ^ c; }  // 0x6a, the only one that is used
 inline void ptx_vabsdiff4_u32_u32_u32_add(unsigned& d, unsigned a, unsigned b, unsigned c) {
     d = c;
@@ -37,8 +38,11 @@ inline void ptx_max_NaN_f32(float& d, float a, float b) { d = a != a ? a : b != 
 inline void ptx_add_rn_f16(uint16_t& d, unsigned a, unsigned b) { d = uint16_t(half_bits_of(half_value(a) + half_value(b))); }
 inline void ptx_mov_b32(uint16_t& low, uint16_t& high, unsigned word) { low = uint16_t(word), high = uint16_t(word >> 16); }
 inline void ptx_mov_b32(unsigned& word, uint16_t low, uint16_t high) { word = low | unsigned(high) << 16; }
-inline void ptx_griddepcontrol_wait() {}
-inline void ptx_griddepcontrol_launch_dependents() {}
+inline bool waits_in_order = false, waited[MAX_THREADS];  // whether every thread is to wait before it lets the next launch begin
+inline void ptx_griddepcontrol_wait() { waited[running] = true; }
+inline void ptx_griddepcontrol_launch_dependents() {
+    if (waits_in_order && !waited[running]) stop("the next launch may begin before this one waited");
+}
 
 inline void ptx_ld_shared_u32(unsigned& d, unsigned at) { memcpy(&d, shared_bytes(at, 4), 4); }
 inline void ptx_ld_shared_v2_u32(unsigned& a, unsigned& b, unsigned at) { shared_bytes(at, 8), ptx_ld_shared_u32(a, at), ptx_ld_shared_u32(b, at + 4); }

@@ -6,6 +6,7 @@
 // projection come from the table, so one launch serves layers that mix them.
 #pragma once
 #include "fragments.cuh"
+#include "moe_begin.cuh"
 #include "moe_problem.cuh"
 #include "moe_words.cuh"
 #include "rotation.cuh"
@@ -14,13 +15,19 @@ constexpr int MOE_WARPS = INSTANCE_WARPS, MOE_THREADS = 32 * MOE_WARPS, MOE_SLIC
 constexpr int MOE_TILES = 4;  // tile columns of half a strip
 constexpr int MOE_STRIP_TILES = 2 * MOE_TILES;
 
+// What an item's rows are.
+template <int TILE_ROWS>
+struct MoeFacts {
+    float undo[TILE_ROWS];
+    int sums[TILE_ROWS];
+    u32 slots[TILE_ROWS];
+};
+
 template <int TILE_ROWS, int COLUMNS>
 struct MoeShared {
     uint4 slices[MOE_SLICES][COLUMNS][MOE_STRIP_TILES][32];
     float outputs[TILE_ROWS][STRIP + 4];
-    float undo[TILE_ROWS];
-    int sums[TILE_ROWS];
-    u32 slots[TILE_ROWS];
+    MoeFacts<TILE_ROWS> facts[2];  // of two items: some warps store rows of one while others begin the next
 };
 
 // What one item multiplies.
@@ -38,13 +45,13 @@ struct MoeActivations {
     uint4 raw[K::columns][vectors];
 
     // Lane (g, q) reads column g of each group of 8: the 16 k of k-tile q.
-    template <class Shared>
-    __device__ __forceinline__ void seek(const MoeItem& item, const Shared& shared, u32 unit, int lane) {
+    template <class Facts>
+    __device__ __forceinline__ void seek(const MoeItem& item, const Facts& facts, u32 unit, int lane) {
         constexpr int planes = K::arithmetic == INTEGER ? 2 : 1;
 #pragma unroll
         for (int group = 0; group < K::columns; ++group) {
             const u32 column = 8 * group + (lane >> 2), token = min(column / planes, item.rows - 1);
-            const u8* base = item.stage.rows + static_cast<u64>(shared.slots[token] * item.stage.projections + item.owner) * 2 * item.stage.in_features;
+            const u8* base = item.stage.rows + static_cast<u64>(facts.slots[token] * item.stage.projections + item.owner) * 2 * item.stage.in_features;
             row[group] = reinterpret_cast<const uint4*>(base + column % planes * item.stage.in_features) + vectors * (4 * unit + (lane & 3));
         }
     }
@@ -99,8 +106,8 @@ __device__ __forceinline__ float integer_value(u32 high, u32 low, int activation
 }
 
 // Adds the slices of one cell and puts its channels' sums where whole warps read a row.
-template <class K, class Shared>
-__device__ __forceinline__ void finish_cell(Shared& shared, u32 group, u32 tile, u32 lane) {
+template <class K, class Shared, int TILE_ROWS>
+__device__ __forceinline__ void finish_cell(Shared& shared, const MoeFacts<TILE_ROWS>& facts, u32 group, u32 tile, u32 lane) {
     constexpr int A = K::arithmetic;
     uint4 part[MOE_SLICES];
 #pragma unroll
@@ -111,14 +118,13 @@ __device__ __forceinline__ void finish_cell(Shared& shared, u32 group, u32 tile,
         for (int i = 0; i < MOE_SLICES; i += 2 * step) part[i] = add_sums<A>(part[i], part[i + step]);
     const uint4 sum = part[0];
     const u32 channel = 16 * tile + (lane >> 2), q = lane & 3;
-    constexpr u32 tile_rows = sizeof(shared.undo) / 4;
     if constexpr (A == INTEGER) {
         const u32 token = 4 * group + q;
-        shared.outputs[token][channel] = integer_value(sum.x, sum.y, shared.sums[token]);
-        shared.outputs[token][channel + 8] = integer_value(sum.z, sum.w, shared.sums[token]);
+        shared.outputs[token][channel] = integer_value(sum.x, sum.y, facts.sums[token]);
+        shared.outputs[token][channel + 8] = integer_value(sum.z, sum.w, facts.sums[token]);
     } else {
         const u32 token = 8 * group + 2 * q;
-        if (token >= tile_rows) return;
+        if (token >= TILE_ROWS) return;
         shared.outputs[token][channel] = __uint_as_float(sum.x);
         shared.outputs[token + 1][channel] = __uint_as_float(sum.y);
         shared.outputs[token][channel + 8] = __uint_as_float(sum.z);
@@ -126,23 +132,41 @@ __device__ __forceinline__ void finish_cell(Shared& shared, u32 group, u32 tile,
     }
 }
 
-// The sums of one item, as far as `outputs`.
-template <class K, class Shared>
-__device__ __forceinline__ void multiply_item(const MoeItem& item, Shared& shared, int warp, int lane) {
+// Brings what the block's next item begins with nearer: its lines of the lists into the L1, its first weights into the L2.
+// One warp, while this item's first weights are on their way.
+__device__ __forceinline__ void look_ahead(const MoeArgs& args, const MoeStage& stage, u32 i, u32 lane) {
+    const u32 strips = stage.out_features / STRIP, per_block = strips * stage.projections;
+    if (i >= args.list_sizes[0] * per_block) return;
+    const Projection& projection = projection_of(args, args.blocks[i / per_block].expert, stage.first + i % per_block / strips);
+    const u32 tile_bytes = 16 * static_cast<u32>(projection.half_bits), rows = min(4u * MOE_SLICES, stage.in_features / 16);
+    const u8* weights = reinterpret_cast<const u8*>(stage.trellis + projection.trellis) + i % strips * MOE_STRIP_TILES * tile_bytes;
+    for (u32 at = 128 * lane; at < rows * MOE_STRIP_TILES * tile_bytes; at += 128 * 32) {
+        const u32 row = at / (MOE_STRIP_TILES * tile_bytes);
+        prefetch(weights + static_cast<u64>(row) * (strips - 1) * MOE_STRIP_TILES * tile_bytes + at);
+    }
+}
+
+// The sums of one item, as far as `outputs`. While the first weights are on their way `begin` finds `facts`, and `ahead` runs.
+template <class K, class Shared, class Facts, class Begin, class Ahead>
+__device__ __forceinline__ void multiply_item(const MoeItem& item, Shared& shared, const Facts& facts, int warp, int lane, const Begin& begin,
+                                              const Ahead& ahead) {
     using T = typename Sum<K::arithmetic>::type;
     constexpr u32 tile_words = K::Window::tile_words;
     const u32 half = warp & 1, slice = warp >> 1, depth = item.stage.in_features / UNIT_IN, tiles = item.stage.out_features / 16;
+    // A slice beyond the depth reads the last one's weights, and does not use them.
     const u32* at = reinterpret_cast<const u32*>(item.stage.trellis + item.projection.trellis) +
-        (static_cast<u64>(4 * slice + (lane & 3)) * tiles + item.strip * MOE_STRIP_TILES + half * MOE_TILES) * tile_words;
+        (static_cast<u64>(4 * min(slice, depth - 1) + (lane & 3)) * tiles + item.strip * MOE_STRIP_TILES + half * MOE_TILES) * tile_words;
     const u64 step = static_cast<u64>(4 * MOE_SLICES) * tiles * tile_words;
     T sums[MOE_TILES][K::columns][4] = {};
-    if (slice < depth) {
-        TileWords<K::half_bits> words[MOE_TILES];
-        MoeActivations<K> activations;
+    TileWords<K::half_bits> words[MOE_TILES];
 #pragma unroll
-        for (int tile = 0; tile < MOE_TILES; ++tile) words[tile].fetch(at + tile * tile_words, lane);
-        activations.seek(item, shared, slice, lane);
+    for (int tile = 0; tile < MOE_TILES; ++tile) words[tile].fetch(at + tile * tile_words, lane);
+    begin();
+    if (slice < depth) {
+        MoeActivations<K> activations;
+        activations.seek(item, facts, slice, lane);
         activations.fetch();
+        ahead();
         for (u32 unit = slice; unit < depth; unit += MOE_SLICES) {
             const bool more = unit + MOE_SLICES < depth;
             u32 b[K::columns][K::matrices];
@@ -165,7 +189,7 @@ __device__ __forceinline__ void multiply_item(const MoeItem& item, Shared& share
     __syncthreads();
     if (warp < MOE_STRIP_TILES)
 #pragma unroll
-        for (int group = 0; group < K::columns; ++group) finish_cell<K>(shared, group, warp, lane);
+        for (int group = 0; group < K::columns; ++group) finish_cell<K>(shared, facts, group, warp, lane);
     __syncthreads();
 }
 
@@ -177,10 +201,10 @@ template <class... Ks> struct MoeKinds {
     }
 };
 
-template <class... Ks, class Shared>
-__device__ __forceinline__ void dispatch_item(MoeKinds<Ks...>, const MoeItem& item, Shared& shared, int warp, int lane) {
+template <class... Ks, class... Arguments>
+__device__ __forceinline__ void dispatch_item(MoeKinds<Ks...>, const MoeItem& item, Arguments&&... arguments) {
     ((item.projection.half_bits == Ks::half_bits && item.projection.codebook == Ks::codebook
-          ? multiply_item<Ks>(item, shared, warp, lane) : void()), ...);
+          ? multiply_item<Ks>(item, arguments...) : void()), ...);
 }
 
 // Output Hadamard, scales and bias of one row.
@@ -207,23 +231,32 @@ __device__ __forceinline__ void moe_gemm(const MoeArgs& args) {
     __shared__ MoeShared<TILE_ROWS, List::columns()> shared;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     const MoeStage& stage = args.stages[args.stage];
-    wait_for_previous();
-    let_next_start();
+    bool begun = args.stage == 0;
+    if (begun) begin_launch();  // the launch before made the lists; in the second stage the first item begins meanwhile
     const u32 strips = stage.out_features / STRIP, per_block = strips * stage.projections, items = args.list_sizes[0] * per_block;
-    for (u32 i = blockIdx.x; i < items; i += gridDim.x) {
+    u32 turn = 0;
+    for (u32 i = blockIdx.x; i < items; i += gridDim.x, turn ^= 1) {
         const RowBlock block = args.blocks[i / per_block];
         const u32 index = i % per_block / strips, owner = rows_owner(args, stage, block.expert, index);
         const MoeItem item{stage, projection_of(args, block.expert, stage.first + index), block.rows, index, owner, i % strips};
-        if (threadIdx.x < TILE_ROWS) {
-            const u32 slot = args.order[block.first + min(threadIdx.x, block.rows - 1)], at = slot * stage.projections + owner;
-            shared.slots[threadIdx.x] = slot;
-            shared.undo[threadIdx.x] = stage.undo[at];
-            shared.sums[threadIdx.x] = stage.sums[at];
-        }
-        __syncthreads();
-        dispatch_item(List{}, item, shared, warp, lane);
+        MoeFacts<TILE_ROWS>& facts = shared.facts[turn];
+        const auto begin = [&] {
+            if (!begun) begin_launch(), begun = true;
+            if (threadIdx.x < TILE_ROWS) {
+                const u32 slot = args.order[block.first + min(threadIdx.x, block.rows - 1)], at = slot * stage.projections + owner;
+                facts.slots[threadIdx.x] = slot;
+                facts.undo[threadIdx.x] = stage.undo[at];
+                facts.sums[threadIdx.x] = stage.sums[at];
+            }
+            __syncthreads();
+        };
+        const auto ahead = [&] {
+            if (warp == 0) look_ahead(args, stage, i + gridDim.x, lane);
+        };
+        dispatch_item(List{}, item, shared, facts, warp, lane, begin, ahead);
+        // Nobody writes what is read here before all have left it: the next item's first barrier is in between.
         for (u32 row = warp; row < block.rows; row += MOE_WARPS)
-            store_row(item, shared.outputs[row], shared.undo[row], shared.slots[row], lane);
-        __syncthreads();
+            store_row(item, shared.outputs[row], facts.undo[row], facts.slots[row], lane);
     }
+    if (!begun) begin_launch();
 }

@@ -7,6 +7,7 @@
 //                       (problem.cuh); an expert's rows begin at a multiple of 8
 #pragma once
 #include "moe_activation.cuh"
+#include "moe_begin.cuh"
 #include "moe_problem.cuh"
 #include "rotation.cuh"
 
@@ -66,15 +67,21 @@ __device__ __forceinline__ int store_by_slot(u8* row, const float4& value, float
     return sum;
 }
 
-// One thread block; `values` [in_features] and `reduced` [2] are shared memory.
+// One thread block; `values` [in_features] and `reduced` [2] are shared memory. In the second stage it begins the launch.
 __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32 index, float* values, u32* reduced) {
     const MoeStage& stage = args.stages[args.stage];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const int expert = expert_of(args, slot);
-    if (expert < 0 || rows_owner(args, stage, expert, index) != index) return;
-    const Projection& projection = projection_of(args, expert, stage.first + index);
+    const bool mine = expert >= 0 && rows_owner(args, stage, expert, index) == index;
+    const Projection& projection = projection_of(args, max(expert, 0), stage.first + index);
     const u32 arithmetic = arithmetic_of(args, projection.codebook);
     const u16* suh = stage.suh + projection.suh;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    if (args.stage == 1) {
+        if (mine)
+            for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) prefetch(suh + channel);
+        begin_launch();
+    }
+    if (!mine) return;
     if (threadIdx.x < 2) reduced[threadIdx.x] = 0;
     u32 bits = 0;
     for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) {
