@@ -80,7 +80,7 @@ PRECISION = Variable(
 
 DEPENDENT_LAUNCH = Variable(
     "VLLM_EXL3_DEPENDENT_LAUNCH",
-    "0",
+    "auto",
     choice("auto", "0", "1"),
     "Whether the kernels that torch.compile makes for an EXL3 model let the next kernel start before they end, on GPUs "
     "from Hopper on (Inductor's triton.enable_pdl), so that weights are fetched meanwhile: auto leaves out LoRA, and "
