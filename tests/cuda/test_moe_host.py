@@ -17,7 +17,7 @@ from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
 from vllm_exl3.cpu.quantize import encode
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, TURN_THREADS, MoePlan, plan_moe
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS, activate
 from vllm_exl3.ops.experts import pack_table, projection_kinds, share_input_scales
@@ -31,6 +31,7 @@ IDENTITY, THIN, WIDE = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64)
 WIDER, WIDEST = MoeForm(False, 128), MoeForm(False, 256)
 ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
 GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
+TURNS = 12
 COMBINE_CHANNELS = 1024
 """Of a thread block of moe_combine.cu."""
 
@@ -96,6 +97,7 @@ def arguments_of(
     first, second = args.stages
     first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
     second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
+    first.turns, second.turns = base + parts["turns"], base + parts["turns"] + plan.turns
     for stage, before in ((first, 0), (second, first.projections)):
         stage.undo, stage.sums = (base + parts[part] + 4 * plan.fact_rows * before for part in ("undo", "sums"))
     return args
@@ -140,6 +142,8 @@ def run(
         if blocks > 1:
             launch(COUNT, (blocks, 1), threads, 4 * experts)
         launch(ROUTE, (blocks, rows), threads, shared)
+    if plan.turns:
+        launch(TURNS, (2, 1), TURN_THREADS, 0)
     for index, stage in enumerate(args.stages):
         args.stage = index
         if plan.route is not None:
@@ -153,6 +157,11 @@ def run(
     else:
         launch(COMBINE, (tokens, -(-layer.hidden // COMBINE_CHANNELS)), 256, 0)
     return torch.from_numpy(out)
+
+
+def read(address: int, count: int) -> np.ndarray:
+    """Words that kernels wrote."""
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address)).copy()
 
 
 def error(found: torch.Tensor, expected: np.ndarray) -> float:
@@ -352,18 +361,40 @@ def test_slots_by_row_blocks_where_they_are_few_or_many(library: ctypes.CDLL, to
     args.x, args.x_type, args.ids = memory.place(np.ones((tokens, 128), np.float32)), 2, memory.place(ids.numpy())
     library.run_kernel(ctypes.byref(args), ROWS, 0, tokens * top_k + 1, 2, 256, plan.rows_shared[0])
 
-    def found(address: int, count: int) -> np.ndarray:
-        return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address)).copy()
-
     flat = ids.numpy().ravel()
     here, counts = int((flat >= 0).sum()), np.bincount(flat[flat >= 0], minlength=experts)
-    assert (found(args.order, here) == np.argsort(np.where(flat >= 0, flat, experts), kind="stable")[:here]).all()
-    listed = found(args.blocks, 4 * found(args.list_sizes, 1)[0]).reshape(-1, 4)
+    assert (read(args.order, here) == np.argsort(np.where(flat >= 0, flat, experts), kind="stable")[:here]).all()
+    listed = read(args.blocks, 4 * read(args.list_sizes, 1)[0]).reshape(-1, 4)
     most = np.where(counts > 2, top_most, 2)
     assert (listed[:, 0] == np.repeat(np.arange(experts), -(-counts // most))).all()
     assert (np.bincount(listed[:, 0], listed[:, 2], experts) == counts).all()
     assert (listed[:, 1] == np.cumsum([0, *listed[:-1, 2]])).all()
     assert ((listed[:, 2] > 0) & (listed[:, 2] <= most[listed[:, 0]])).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40])
+def test_work_is_sorted_by_kind(library: ctypes.CDLL, tokens: int) -> None:
+    """Every row block comes with every projection of a stage, once; kinds of more bits come first."""
+    layer = random_layer(5, 128, 128, MIXED)
+    kinds, ids = projection_kinds(layer.projections), random_routing(tokens, 5, 3)[1]
+    shape = Layer(tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True)), 5, 5, 3, 128, 128)
+    plan, memory = plan_moe(shape, tokens, WIDE, 32, H200), Memory()
+    args = arguments_of(memory, layer, plan, pack_table(layer.projections), WIDE, False)
+    args.x, args.x_type, args.ids = memory.place(np.ones((tokens, 128), np.float32)), 2, memory.place(ids.numpy())
+    assert plan.route is not None
+    blocks, rows, threads, shared = plan.route
+    assert blocks == 1
+    library.run_kernel(ctypes.byref(args), ROUTE, 0, 1, rows, threads, shared)
+    library.run_kernel(ctypes.byref(args), TURNS, 0, 2, 1, TURN_THREADS, 0)
+    listed = read(args.blocks, 4 * read(args.list_sizes, 1)[0]).reshape(-1, 4)
+    for stage, parts in zip(args.stages, ((0, 1), (2,)), strict=True):
+        turns = read(stage.turns, 4 * len(parts) * len(listed)).reshape(-1, 4)
+        found = [(*turn[:3], turn[3] & 255) for turn in turns.tolist()]
+        assert sorted(found) == sorted((*block[:3], i) for block in listed.tolist() for i in range(len(parts)))
+        own = [layer.projections[expert][parts[index]] for expert, _, _, index in found]
+        assert [turn >> 8 for turn in turns[:, 3].tolist()] == [part.half_bits | part.codebook << 8 for part in own]
+        order = [(part.half_bits, part.codebook) for part in own]
+        assert order == sorted(order, reverse=True)
 
 
 @pytest.mark.parametrize("tokens", [90, 700, 1500])

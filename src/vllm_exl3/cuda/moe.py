@@ -28,6 +28,8 @@ from vllm_exl3.cuda.moe_plan import (
     ROUTE,
     ROW_THREADS,
     ROWS,
+    TURN_THREADS,
+    TURNS,
     MoePlan,
     plan_moe,
 )
@@ -144,18 +146,14 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
         setattr(arguments, name, base + parts[name])
     first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
     second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
+    first.turns, second.turns = base + parts["turns"], base + parts["turns"] + plan.turns
     slots = arguments.slots
     for stage, before in ((first, 0), (second, first.projections)):
         stage.undo, stage.sums = (base + parts[name] + 4 * plan.fact_rows * before for name in ("undo", "sums"))
 
     dependent = device.limits.dependent_launch
     if plan.route is not None:
-        blocks, others, threads, shared = plan.route
-        if blocks > 1:
-            device.kernel(COUNT).launch((blocks, 1), threads, 4 * arguments.experts, stream, [arguments], dependent)
-        route = device.kernel(ROUTE)
-        route.allow_shared(shared)
-        route.launch((blocks, others), threads, shared, stream, [arguments], dependent)
+        _sort(device, plan, plan.route, arguments, stream)
     for index, stage in enumerate(arguments.stages):
         arguments.stage = index
         sorting = index == 0 and plan.route is None
@@ -178,6 +176,19 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
     else:
         grid = (arguments.tokens, -(-second.out_width // _COMBINE_CHANNELS))
         device.kernel(COMBINE).launch(grid, 256, 0, stream, [arguments], dependent)
+
+
+def _sort(
+    device: runtime.Device, plan: MoePlan, route: tuple[int, int, int, int], arguments: MoeArgs, stream: int
+) -> None:
+    (blocks, others, threads, shared), dependent = route, device.limits.dependent_launch
+    if blocks > 1:
+        device.kernel(COUNT).launch((blocks, 1), threads, 4 * arguments.experts, stream, [arguments], dependent)
+    kernel = device.kernel(ROUTE)
+    kernel.allow_shared(shared)
+    kernel.launch((blocks, others), threads, shared, stream, [arguments], dependent)
+    if plan.turns:
+        device.kernel(TURNS).launch((2, 1), TURN_THREADS, 0, stream, [arguments], dependent)
 
 
 def prepare(layers: Iterable[tuple[tuple[int, ...], int, int, int, int]], device: torch.device) -> None:
@@ -228,5 +239,5 @@ def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
     forms = moe_dispatch.every_form(layer, limits)
     gemms = [gemm_instance(layer.codes, form) for form in forms]
     gemms += [gemm_instance(layer.codes, form, alone=True) for form in forms if exact(layer.codes, form)]
-    grouped = [COUNT, ROUTE, *GROUP_ROWS, COMBINE_ROWS] if limits.warpgroups else []
+    grouped = [COUNT, ROUTE, TURNS, *GROUP_ROWS, COMBINE_ROWS] if limits.warpgroups else []
     return [ROWS, COMBINE, *grouped, *gemms]

@@ -33,7 +33,7 @@ class MoeStage(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out"),
+        *fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out", "turns"),
         *fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
     )
 

@@ -18,6 +18,8 @@ __all__ = [
     "ROUTE",
     "ROWS",
     "ROW_THREADS",
+    "TURNS",
+    "TURN_THREADS",
     "MoePlan",
     "plan_moe",
 ]
@@ -30,12 +32,18 @@ GROUP_ROWS = tuple(
 
 COUNT = Instance("moe_route.cu", "exl3_moe_count")
 ROUTE = Instance("moe_route.cu", "exl3_moe_route")
+TURNS = Instance("moe_turns.cu", "exl3_moe_turns")
+"""The order of work where rows are grouped and kinds mix."""
+
 COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
 COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
 """The weighted sum where rows are grouped."""
 
 ROW_THREADS = 256
 """Of moe_rows.cuh."""
+
+TURN_THREADS = 1024
+"""Of moe_turns.cu."""
 
 _CHUNK_ROWS = 16
 """Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
@@ -82,6 +90,7 @@ class MoePlan:
         gemm_cluster: blocks of its clusters.
         gemm_threads: threads of its blocks, for each stage.
         gemm_shared: its dynamic shared memory.
+        turns: bytes of the first stage's `turns`; 0 where work is not sorted by kind.
         route: the sorting launch, or None where the input transform sorts: its blocks in x, which sort, and in y;
             threads and shared memory.
         rows_shared: dynamic shared memory of the input transforms of both stages where rows lie by slot.
@@ -101,6 +110,7 @@ class MoePlan:
     gemm_cluster: int
     gemm_threads: tuple[int, int]
     gemm_shared: int
+    turns: int
     route: tuple[int, int, int, int] | None
     rows_shared: tuple[int, int]
     group_grid: tuple[int, int]
@@ -180,6 +190,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     padded = min(slots * padding, round_up(slots + layer.experts * (padding - 1), padding))
     blocks = min(slots, slots // least + layer.experts)
     item, rows = (2, padded) if form.wide else (4, slots)  # of outputs; in all
+    by_kind = form.wide and len(layer.codes) > 1
     facts = 4 * (rows * (first + 1) + (_SUMS_BEYOND if form.wide else 0))
 
     chunks = padded // _CHUNK_ROWS + layer.experts
@@ -196,6 +207,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         "places": 4 * slots,
         "blocks": 16 * blocks,
         "chunks": 16 * chunks if form.wide else 0,
+        "turns": 16 * blocks * layer.projections if by_kind else 0,
         "list_sizes": 8,
         "totals": 4 * route[0] * layer.experts,
         "row_largest": 4 * tokens,
@@ -235,6 +247,7 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         gemm_cluster=form.cluster,
         gemm_threads=(gemm.threads << alone[0], gemm.threads << alone[1]),
         gemm_shared=gemm.shared,
+        turns=16 * blocks * first if by_kind else 0,
         route=route if form.wide else None,
         group_grid=(min(2 * limits.multiprocessors, chunks), min(8 * limits.multiprocessors, chunks)),
         group_threads=(32 * _even_warps(hidden // BLOCK), 32 * hidden_warps),

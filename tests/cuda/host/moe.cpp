@@ -19,6 +19,7 @@
 #include "moe_combine_rows.cu"
 #include "moe_route.cu"
 #include "moe_rows.cu"
+#include "moe_turns.cu"
 
 #define INSTANCE_WARPS 8
 #include "moe_gemm.cuh"
@@ -55,7 +56,8 @@ extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_
         else if (kernel == 8) mixed ? wide<32, true>(*args) : wide<32, false>(*args);
         else if (kernel == 9) mixed ? wide<64, true>(*args) : wide<64, false>(*args);
         else if (kernel == 10) mixed ? cluster<256, true>(*args) : cluster<256, false>(*args);
-        else mixed ? cluster<128, true>(*args) : cluster<128, false>(*args);
+        else if (kernel == 11) mixed ? cluster<128, true>(*args) : cluster<128, false>(*args);
+        else exl3_moe_turns(*args);
         // Launches read ahead what the one before last wrote (moe_begin.cuh).
         if (!waited[running]) stop("a thread ended without waiting for the launch before");
     });

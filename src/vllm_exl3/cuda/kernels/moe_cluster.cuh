@@ -7,11 +7,12 @@
 constexpr int CLUSTER = INSTANCE_CLUSTER, FETCHERS = 128;  // blocks of a cluster; threads of the fetching warpgroup
 
 // One warp's state, as MoePair.
+template <class List>
 struct ClusterPair {
     static constexpr int UNITS = 1;
     const MoeArgs& args;
     const MoeStage& stage;
-    const WorkList& list;
+    const List& list;
     MoeRing ring;
     u32 rank;
     int warp, lane;
@@ -26,7 +27,8 @@ struct ClusterPair {
 };
 
 // Fetches every unit of the cluster's items. One warp.
-__device__ __forceinline__ void fetch_units(const MoeArgs& args, const MoeStage& stage, const WorkList& list, u32 rank) {
+template <class List>
+__device__ __forceinline__ void fetch_units(const MoeArgs& args, const MoeStage& stage, const List& list, u32 rank) {
     WideCursor<1> cursor;
     cursor.item = blockIdx.x / CLUSTER, cursor.filled = 0, cursor.phase = 1;  // the first round finds empty slots
     u32 target = MoeRing::base();
@@ -58,16 +60,16 @@ __device__ __forceinline__ void moe_cluster(const MoeArgs& args) {
     sync_cluster();
     wait_for_previous();
     let_next_start();
-    const WorkList list(args, stage, CLUSTER);
+    const WorkList<List::mixed> list(args, stage, CLUSTER);
     if (warp < FETCHERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp == 0) fetch_units(args, stage, list, rank);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        ClusterPair pair{args, stage, list};
+        ClusterPair<WorkList<List::mixed>> pair{args, stage, list};
         pair.warp = warp - FETCHERS / 32, pair.lane = lane, pair.rank = rank, pair.ring.at = MoeRing::base();
         for (u32 item = blockIdx.x / CLUSTER; item < list.items; item += gridDim.x / CLUSTER)
-            run_item<List, ROWS, LEAST, STEP>(pair, item, args.blocks[item / list.per_block].rows);
+            run_item<List, ROWS, LEAST, STEP>(pair, item, list.rows(item).rows);
     }
     // No block leaves while another may still write to its shared memory.
     __syncwarp();

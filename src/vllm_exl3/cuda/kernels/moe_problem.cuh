@@ -20,7 +20,7 @@ struct RowBlock {
     u32 expert;
     u32 first;  // its first row's place in `order`
     u32 rows;
-    u32 unused;
+    u32 kind;  // in `turns`: which projection of the stage, from bit 8 on its 2·K, from bit 16 on its codebook
 };
 
 // gate and up (or up alone), or down.
@@ -34,6 +34,7 @@ struct MoeStage {
                          // [projection][place in `order`]
     int* sums;           // scratch, the same: sums of quantised activations; where rows are grouped, floats
     void* out;           // scratch [slot][projection][out_features]: float32; where rows are grouped as moe_finish.cuh says
+    RowBlock* turns;     // scratch: row blocks with each of the stage's projections, kind by kind; where rows are grouped and kinds mix
     u32 first;           // its first projection in a row of the table
     u32 projections;
     u32 in_width;        // channels that are not padding
@@ -85,7 +86,7 @@ struct MoeArgs {
     float alpha, beta, limit;
 };
 
-static_assert(sizeof(MoeArgs) == 424, "mirrored in vllm_exl3/cuda/moe_geometry.py");
+static_assert(sizeof(MoeArgs) == 440, "mirrored in vllm_exl3/cuda/moe_geometry.py");
 
 // `sums` where rows are grouped.
 __device__ __forceinline__ float* sums_of_rows(const MoeStage& stage) { return reinterpret_cast<float*>(stage.sums); }

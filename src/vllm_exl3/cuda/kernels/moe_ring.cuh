@@ -7,19 +7,25 @@
 constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;
 constexpr u32 MOE_BARRIER_BYTES = 512;  // then the ring
 
-// The list of work: which item a number means.
+// The list of work: which item a number means. SORTED: in the order of `turns`.
+template <bool SORTED>
 struct WorkList {
+    const MoeArgs& args;
+    const MoeStage& stage;
     u32 width;      // Hadamard blocks of an item
     u32 steps;      // items of one projection of a row block
     u32 per_block;  // items of a row block
     u32 items;
 
-    __device__ __forceinline__ WorkList(const MoeArgs& args, const MoeStage& stage, u32 hadamard_blocks) : width(hadamard_blocks) {
+    __device__ __forceinline__ WorkList(const MoeArgs& args, const MoeStage& stage, u32 hadamard_blocks)
+        : args(args), stage(stage), width(hadamard_blocks) {
         steps = (stage.out_features / STRIP + width - 1) / width;
         per_block = steps * stage.projections;
         items = args.list_sizes[0] * per_block;
     }
-    __device__ __forceinline__ u32 projection(u32 item) const { return item % per_block / steps; }
+    __device__ __forceinline__ const RowBlock& rows(u32 item) const { return SORTED ? stage.turns[item / steps] : args.blocks[item / per_block]; }
+    // Of the stage, by what `rows` gave for the item.
+    __device__ __forceinline__ u32 projection(u32 item, const RowBlock& rows) const { return SORTED ? rows.kind & 0xff : item % per_block / steps; }
     __device__ __forceinline__ u32 strip(u32 item) const { return item % steps * width; }
 };
 
@@ -51,10 +57,11 @@ struct WideCursor {
     u32 filled, phase;                // slot of the ring, and the parity of its empty barrier
 
     // The Hadamard block that is `skipped` beyond the item's first.
-    __device__ __forceinline__ void seek(const MoeArgs& args, const MoeStage& stage, const WorkList& list, u32 skipped = 0) {
+    template <class List>
+    __device__ __forceinline__ void seek(const MoeArgs& args, const MoeStage& stage, const List& list, u32 skipped = 0) {
         if (item >= list.items) return;
-        const RowBlock rows = args.blocks[item / list.per_block];
-        const u32 index = list.projection(item), owner = rows_owner(args, stage, rows.expert, index);
+        const RowBlock rows = list.rows(item);
+        const u32 index = list.projection(item, rows), owner = rows_owner(args, stage, rows.expert, index);
         const Projection& projection = projection_of(args, rows.expert, stage.first + index);
         const u32 blocks = stage.out_features / STRIP;
         const u32 strip = min(list.strip(item) + skipped, blocks - 1);  // beyond the last, a block of a cluster repeats it
@@ -81,12 +88,12 @@ struct WideCursor {
 };
 
 // One warp's state.
-template <int UNITS_>
+template <int UNITS_, class List>
 struct MoePair {
     static constexpr int UNITS = UNITS_;
     const MoeArgs& args;
     const MoeStage& stage;
-    const WorkList& list;
+    const List& list;
     MoeRing ring;
     WideCursor<UNITS> cursor;
     u32 held;        // slots that are read before the first of them is free: decoding runs one ahead

@@ -109,15 +109,14 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[ROWS / 2], Pair& pai
 }
 
 template <class First, class... Rest> struct WideKinds {
+    static constexpr bool mixed = sizeof...(Rest) != 0;
     template <int ROWS, class Pair>
     static __device__ __forceinline__ void multiply(float (&sums)[ROWS / 2], Pair& pair, u32 item) {
         if constexpr (sizeof...(Rest) == 0) {
             multiply_rows<First, ROWS>(sums, pair);
         } else {
-            const u32 expert = pair.args.blocks[item / pair.list.per_block].expert;
-            const Projection& projection = projection_of(pair.args, expert, pair.stage.first + pair.list.projection(item));
-            const u32 half_bits = projection.half_bits, codebook = projection.codebook;
-            const auto is = [&](u32 bits, u32 book) { return half_bits == bits && codebook == book; };
+            const u32 kind = pair.list.rows(item).kind >> 8;
+            const auto is = [&](u32 half_bits, u32 codebook) { return kind == (half_bits | codebook << 8); };
             if (is(First::half_bits, First::codebook)) multiply_rows<First, ROWS>(sums, pair);
             ((is(Rest::half_bits, Rest::codebook) ? multiply_rows<Rest, ROWS>(sums, pair) : void()), ...);
         }
@@ -132,7 +131,7 @@ __device__ __forceinline__ void run_rows(Pair& pair, u32 item) {
     const u32 strip = pair.strip(item);
     // Where a projection's last item is not full, a block of a cluster has decoded what it does not need.
     if (strip < pair.stage.out_features / STRIP)
-        finish_rows<ROWS>(sums, pair, pair.args.blocks[item / pair.list.per_block], pair.list.projection(item), strip);
+        finish_rows<ROWS>(sums, pair, pair.list.rows(item), pair.list.projection(item, pair.list.rows(item)), strip);
 }
 
 // The narrowest product of LEAST, LEAST + STEP, … ROWS columns that the row block fits.
@@ -156,8 +155,8 @@ __device__ __forceinline__ void moe_wide(const MoeArgs& args) {
     __syncthreads();
     wait_for_previous();
     let_next_start();
-    const WorkList list(args, stage, 1);
-    MoePair<UNITS> pair{args, stage, list};
+    const WorkList<List::mixed> list(args, stage, 1);
+    MoePair<UNITS, WorkList<List::mixed>> pair{args, stage, list};
     pair.warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), pair.lane = threadIdx.x & 31, pair.held = 2;
     pair.ring.at = MoeRing::base();
     pair.cursor.item = blockIdx.x, pair.cursor.filled = 0, pair.cursor.phase = 0;
@@ -167,5 +166,5 @@ __device__ __forceinline__ void moe_wide(const MoeArgs& args) {
         pair.cursor.phase = 0;  // the first refill waits for the first use
     }
     for (u32 item = blockIdx.x; item < list.items; item += gridDim.x)
-        run_item<List, ROWS, LEAST, STEP>(pair, item, args.blocks[item / list.per_block].rows);
+        run_item<List, ROWS, LEAST, STEP>(pair, item, list.rows(item).rows);
 }
