@@ -61,11 +61,11 @@ def _ranges(plan: LinearPlan) -> list[tuple[int, int]]:
     for block in range(plan.grid[0]):
         if arguments.parts:
             strip, part = divmod(block, arguments.parts)
-            first = strip * arguments.depth
+            first = strip * arguments.range_items
             found.append(
                 (
-                    first + part * arguments.depth // arguments.parts,
-                    first + (part + 1) * arguments.depth // arguments.parts,
+                    first + part * arguments.range_items // arguments.parts,
+                    first + (part + 1) * arguments.range_items // arguments.parts,
                 )
             )
         else:
@@ -264,7 +264,7 @@ def test_impossible_shards_are_refused(shard: Shard, width: int) -> None:
 
 
 def test_lists_too_long_for_the_kernels_divisions_are_refused() -> None:
-    longest = Shard(8, 2, 1 << 15, 256 * ((1 << 13) - 1), 0, 1)
+    longest = Shard(8, 2, 1 << 15, 256 * 2047, 0, 1)
     plan_narrow((longest,), 1, 128, FORMS[0], GPUS["h200"], Cut(1, 0, 132))
     over = Shard(8, 2, 1 << 15, 256 << 13, 0, 1)
     with pytest.raises(ValueError, match="items"):

@@ -6,6 +6,7 @@ Tensor-core instructions and shared memory's limits are those of host/; what is 
 
 import ctypes
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from tests.cuda.host_kernels import build
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearPlan
-from vllm_exl3.cuda.narrow import plan_narrow
+from vllm_exl3.cuda.narrow import inverse_of, plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.ops.trellis import decode, hadamard
@@ -77,6 +78,10 @@ def _cases() -> dict[str, Case]:
         ),
         "a cluster of one block": Case(
             3, Form(False, 16), tuple((kind, 3) for kind in DECODED), 2, 256, 11, Cut(1, 1, 10), False, clustered=True
+        ),
+        "rotated in two rounds": Case(0, Form(True, 4), ((MUL1, 1),), 10, 1280, 4, Cut(1, 0, 1), False),
+        "decoded, rotated in two rounds": Case(
+            2, Form(False, 8), tuple((kind, 1) for kind in DECODED), 11, 1408, 7, Cut(1, 0, 5), False
         ),
         "fetched in halves": Case(0, Form(True, 4), ((MUL1, 1),), 40, 5120, 4, Cut(1, 0, 1), True),
         "decoded, two tiles, rotated before": Case(3, Form(False, 16), decoded, 2, 250, 18, Cut(1, 2, 10), True),
@@ -161,18 +166,35 @@ def test_states_as_the_products_take_them(library: ctypes.CDLL, half_bits: int) 
     np.testing.assert_array_equal(found, unpack_states(tiles.view(np.int16), half_bits))
 
 
-def test_quotients_of_anything_a_launch_divides(library: ctypes.CDLL) -> None:
-    """Exact around multiples, where rounding shows; also with reciprocals one unit off, as the GPU's may be."""
-    generator = np.random.default_rng(1)
-    divisors = np.concatenate([np.arange(1, 2000), generator.integers(2000, 1 << 21, 2000)]).astype(np.int64)
-    largest = ((1 << 21) - 2) // divisors
-    multiples = np.stack([divisors * (generator.random(len(divisors)) * largest).astype(np.int64) for _ in range(4)])
-    multiples = np.concatenate([multiples, (largest * divisors)[None], np.zeros((1, len(divisors)), np.int64)])
+def _around_multiples(divisors: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers up to ``most`` at and beside multiples of divisors, where rounding shows, and the divisors."""
+    largest, random = (most - 1) // divisors, np.random.default_rng(2).random((4, len(divisors)))
+    multiples = divisors * np.concatenate([(random * largest).astype(np.int64), largest[None], 0 * largest[None]])
     n = np.stack([np.maximum(multiples - 1, 0), multiples, multiples + 1]).astype(np.uint32)
-    d = np.tile(divisors, (*n.shape[:2], 1)).astype(np.uint32)
-    expected, found = n // d, np.zeros_like(n)
-    library.run_quotient(*(ctypes.c_void_p(array.ctypes.data) for array in (n, d, found)), n.size)
-    np.testing.assert_array_equal(found, expected)
+    return n, np.tile(divisors, (*n.shape[:2], 1)).astype(np.uint32)
+
+
+def _run_division(function: Callable[..., None], n: np.ndarray, d: np.ndarray) -> np.ndarray:
+    found = np.zeros_like(n)
+    function(*(ctypes.c_void_p(array.ctypes.data) for array in (n, d, found)), n.size)
+    return found
+
+
+def test_quotients_of_anything_a_launch_divides(library: ctypes.CDLL) -> None:
+    """Also with reciprocals one unit off, as the GPU's may be."""
+    divisors = np.concatenate([np.arange(1, 2000), np.random.default_rng(1).integers(2000, 1 << 21, 2000)])
+    n, d = _around_multiples(divisors, np.full_like(divisors, (1 << 21) - 1))
+    np.testing.assert_array_equal(_run_division(library.run_quotient, n, d), n // d)
     for towards in (0.0, 2.0):
         inverse = np.nextafter(np.float32(1) / d.astype(np.float32), np.float32(towards))
-        np.testing.assert_array_equal(((n.astype(np.float32) + np.float32(0.5)) * inverse).astype(np.uint32), expected)
+        np.testing.assert_array_equal(((n.astype(np.float32) + np.float32(0.5)) * inverse).astype(np.uint32), n // d)
+
+
+def test_divisions_by_inverses_that_the_host_made(library: ctypes.CDLL) -> None:
+    divisors = np.arange(1, 3000)
+    n, d = _around_multiples(divisors, ((1 << 31) - 1) // divisors - 1)
+    n = np.minimum(n, (1 << 31) - 1)  # what is doubled has 32 bits
+    inverses = (
+        np.array([inverse_of(int(divisor)) for divisor in divisors])[None, None].repeat(3, 0).repeat(n.shape[1], 1)
+    )
+    np.testing.assert_array_equal(_run_division(library.run_over, n, inverses.astype(np.uint32)), n // d)

@@ -26,12 +26,13 @@ from vllm_exl3.cuda.narrow_memory import NARROW, Kinds, memory_of, most_columns,
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["NarrowArgs", "NarrowShard", "instances_of", "plan_narrow"]
+__all__ = ["NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narrow"]
 
 _WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
 _ALIGN = 256
-_MOST_ITEMS = 1 << 21
-"""Up to which the kernel's divisions, by reciprocals in fp32, are exact (``quotient`` of narrow_problem.cuh)."""
+_MOST_ITEMS, _MOST_DIVIDED = 1 << 21, 1 << 31
+"""Items, and items times a strip's, up to which the kernel's divisions are exact (``quotient`` and ``over`` of
+narrow_problem.cuh)."""
 _ROTATIONS = 16
 """Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it."""
 
@@ -41,10 +42,10 @@ class NarrowShard(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *fields(ctypes.c_uint32, "half_bits", "codebook", "arithmetic", "first_item", "first_strip"),
-        *fields(ctypes.c_uint32, "first_record"),
+        *fields(ctypes.c_uint64, "trellis"),
+        *fields(ctypes.c_uint32, "first_item", "end_item", "out_features", "depth", "depth_inverse", "half_bits"),
+        *fields(ctypes.c_uint64, "suh", "svh"),
+        *fields(ctypes.c_uint32, "kind", "first_strip", "first_record", "crop_start", "crop_size", "out_column"),
     )
 
 
@@ -53,14 +54,20 @@ class NarrowArgs(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = (
+        *fields(ctypes.c_uint32, "parts", "parts_inverse", "range_items", "longer_ranges"),
         ("shards", NarrowShard * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "partials", "records", "counters"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "shard_count", "rows", "in_width", "x_type", "out_type", "bias_type"),
-        *fields(ctypes.c_uint32, "parts", "depth", "range_items", "longer_ranges", "total_strips", "kept_items"),
-        *fields(ctypes.c_uint32, "kept_halves"),
-        *fields(ctypes.c_uint32, "total_records", "record_bytes"),
+        *fields(ctypes.c_uint64, "out", "bias", "partials", "counters", "x", "records"),
+        *fields(ctypes.c_int64, "x_stride"),
+        *fields(ctypes.c_uint32, "rows", "in_width", "x_type", "kept_items", "kept_halves", "record_bytes"),
+        *fields(ctypes.c_uint32, "total_records", "shard_count"),
+        *fields(ctypes.c_int64, "out_stride"),
+        *fields(ctypes.c_uint32, "out_type", "bias_type", "total_strips", "range_inverse", "longer_inverse"),
     )
+
+
+def inverse_of(divisor: int) -> int:
+    """What ``over`` of narrow_problem.cuh divides by."""
+    return -(-(1 << 31) // divisor)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,8 +92,8 @@ def plan_narrow(
         rotated: whether a launch before it rotates the input; None decides by its cost. It changes no bit.
 
     Raises:
-        ValueError: a shard breaks the layout's rules, the launch has 2^21 items or more (69 billion weights), or the
-            GPU has too little shared memory.
+        ValueError: a shard breaks the layout's rules, the launch has more items than the kernel can divide (2^21 of
+            them are 69 billion weights), or the GPU has too little shared memory.
     """
     check_shards(shards, in_width)
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
@@ -94,11 +101,14 @@ def plan_narrow(
         tokens = form.tile_rows if form.identity else NARROW
         cut = choose_cut(shards, limits, most_columns(form, kinds, limits), tokens)
     arguments, channels = NarrowArgs(), COLUMN_CHANNELS * cut.columns
-    offsets, strips, items, records, columns = _place(arguments, shards, kinds, form, channels)
-    if items >= _MOST_ITEMS:
-        raise ValueError(f"{items} items of 128 × {channels} weights in a linear, expected fewer than {_MOST_ITEMS}")
-    depth = shards[0].in_features // BLOCK
+    offsets, strips, items, records, columns = _place(arguments, shards, kinds, channels)
+    depth, deepest = shards[0].in_features // BLOCK, max(shard.in_features for shard in shards) // BLOCK
     range_items, longer_ranges = divmod(items, cut.blocks)
+    if items >= _MOST_ITEMS or items * max(deepest, range_items + 1) >= _MOST_DIVIDED:
+        raise ValueError(
+            f"found {items} items of 128 × {channels} weights in one linear, {deepest} a strip and {range_items} a "
+            f"block; expected fewer than {_MOST_ITEMS} in all, and less than {_MOST_DIVIDED} times either of the others"
+        )
     tile = min(rows, form.tile_rows)
     longest = -(-depth // cut.parts) if cut.parts else range_items + (longer_ranges > 0)
     if rotated is None:
@@ -116,8 +126,10 @@ def plan_narrow(
         scratch_parts["counters"] = scratch
         scratch += round_up(4 * strips * row_tiles, _ALIGN)
     values = {
-        "shard_count": len(shards), "rows": rows, "in_width": in_width, "parts": cut.parts, "depth": depth,
-        "range_items": range_items, "longer_ranges": longer_ranges, "total_strips": strips, "kept_items": memory.kept,
+        "shard_count": len(shards), "rows": rows, "in_width": in_width, "parts": cut.parts,
+        "parts_inverse": inverse_of(cut.parts or 1), "range_items": depth if cut.parts else range_items,
+        "longer_ranges": longer_ranges, "total_strips": strips, "kept_items": memory.kept,
+        "range_inverse": inverse_of(max(1, range_items)), "longer_inverse": inverse_of(range_items + 1),
         "kept_halves": memory.halves, "total_records": records, "record_bytes": memory.record,
     }  # fmt: skip
     for name, value in values.items():
@@ -170,28 +182,28 @@ def instances_of(kinds: Kinds, form: Form, limits: GpuLimits) -> list[Instance]:
 
 
 def _place(
-    arguments: NarrowArgs, shards: Sequence[Shard], kinds: Kinds, form: Form, channels: int
+    arguments: NarrowArgs, shards: Sequence[Shard], kinds: Kinds, channels: int
 ) -> tuple[tuple[ShardOffsets, ...], int, int, int, int]:
     """Fill in the shards' arguments; gives where each lies in the flat tensors, strips, items, records and columns."""
     offsets, strips, items, records, columns = [], 0, 0, 0, 0
     trellis = suh = svh = 0
     for index, shard in enumerate(shards):
+        shard_strips, depth = -(-shard.out_features // channels), shard.in_features // BLOCK
         arguments.shards[index] = NarrowShard(
-            in_features=shard.in_features,
+            first_item=items,
+            end_item=items + shard_strips * depth,
             out_features=shard.out_features,
+            depth=depth,
+            depth_inverse=inverse_of(depth),
+            half_bits=shard.half_bits,
+            kind=kinds.index((shard.half_bits, shard.codebook)),
+            first_strip=strips,
+            first_record=records,
             crop_start=shard.crop_start,
             crop_size=shard.crop_size,
             out_column=columns,
-            kind=kinds.index((shard.half_bits, shard.codebook)),
-            half_bits=shard.half_bits,
-            codebook=shard.codebook,
-            arithmetic=form.arithmetic(shard.codebook),
-            first_item=items,
-            first_strip=strips,
-            first_record=records,
         )
         offsets.append(ShardOffsets(trellis, suh, svh))
-        shard_strips = -(-shard.out_features // channels)
         strips += shard_strips
         items += shard_strips * (shard.in_features // BLOCK)
         records += shard.in_features // BLOCK

@@ -40,6 +40,9 @@ extern "C" void run_rotate(const NarrowArgs* args, int kernel, u32 grid_x, u32 g
 extern "C" void run_quotient(const u32* n, const u32* d, u32* out, u32 count) {
     for (u32 i = 0; i < count; ++i) out[i] = quotient(n[i], d[i]);
 }
+extern "C" void run_over(const u32* n, const u32* inverses, u32* out, u32 count) {
+    for (u32 i = 0; i < count; ++i) out[i] = over(n[i], inverses[i]);
+}
 
 template <int HALF_BITS>
 void states_of(const u32* tile, u32* out) {

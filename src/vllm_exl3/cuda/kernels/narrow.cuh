@@ -45,8 +45,16 @@ __device__ __forceinline__ void multiply_strip(NarrowBlock<J, RING, CLUSTER, Lis
     Totals<K> totals[J] = {};
     for (u32 item = begin; item < end;) {
         Step<K> a;  // decoded while activations are on their way, where registers are known to suffice
-        if (WARPGROUPS && columns) wait_for_fetch<RING - 1>(), decode_step<K>(a, block.slot + step_at<K, J>(0, block.lane), block.lane);
-        block.template keep<K>(item, shard);
+        RawOf<K> raw;
+        const Asked asked = block.template begin_keeping<K>(raw, item, shard);
+        const auto decode_first = [&] {
+            if (!columns) return;
+            block.template wait_for_slot<K>(asked);
+            decode_step<K>(a, block.slot + step_at<K, J>(0, block.lane), block.lane);
+        };
+        if (WARPGROUPS && List::single) decode_first();
+        block.template end_keeping<K>(asked, raw, item, shard);
+        if (WARPGROUPS && !List::single) decode_first();
         const u32 stop = min(end, block.kept_end);
         if (columns) {
             u32 record = block.record_of(item);
@@ -79,7 +87,8 @@ __device__ __forceinline__ void multiply_any(NarrowBlock<J, RING, CLUSTER, List>
 template <int J, int RING, bool CLUSTER, class List, class... Ks>
 __device__ __forceinline__ void dispatch(Kinds<Ks...>, u32 kind, NarrowBlock<J, RING, CLUSTER, List>& block, const Strip& strip, u32 begin, u32 end) {
     u32 index = 0;
-    ((index++ == kind ? multiply_any<Ks>(block, strip, begin, end) : void()), ...);
+    if constexpr (sizeof...(Ks) == 1) (multiply_any<Ks>(block, strip, begin, end), ...);
+    else ((index++ == kind ? multiply_any<Ks>(block, strip, begin, end) : void()), ...);
 }
 
 template <int J, int RING, bool CLUSTER, class List>
@@ -89,7 +98,7 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
     using Block = NarrowBlock<J, RING, CLUSTER, List>;
     // The warp's index is made uniform, so that everything derived from it is computed once a warp.
     const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    const u32 begin = range_begin(args, blockIdx.x), end = range_end(args, blockIdx.x);
+    const auto [begin, end] = Range(args, blockIdx.x);
 
     // Shared memory: the warps' rings, then the kept items' records.
     Block block{args};
@@ -108,11 +117,11 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
 
     Strip strip{};
     for (u32 at = begin; at < end;) {
-        while (strip.shard + 1 < args.shard_count && at >= args.shards[strip.shard + 1].first_item) ++strip.shard;
+        while (at >= args.shards[strip.shard].end_item) ++strip.shard;
         const NarrowShard& shard = args.shards[strip.shard];
-        const u32 depth = shard.in_features / BLOCK, local = quotient(at - shard.first_item, depth);
+        const u32 local = over(at - shard.first_item, shard.depth_inverse);
         strip.index = shard.first_strip + local, strip.channel = local * WARPS * J * 16;
-        strip.first_item = shard.first_item + local * depth, strip.end_item = strip.first_item + depth;
+        strip.first_item = shard.first_item + local * shard.depth, strip.end_item = strip.first_item + shard.depth;
         const u32 piece_end = min(end, strip.end_item);
         dispatch(List{}, shard.kind, block, strip, at, piece_end);
 #if __CUDA_ARCH__ >= 900
@@ -121,10 +130,20 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
             return;
         }
 #endif
-        ends.add<J, List::tile_rows>(args, strip, warp, lane);
+        ends.add<J, List::tile_rows>(args, strip, warp, computed_here(lane));
         at = piece_end;
     }
-    ends.finish<J, List::tile_rows>(args, warp, lane);
+    ends.finish<J, List::tile_rows>(args, warp, computed_here(lane));
+}
+
+template <class K>
+__device__ __forceinline__ void rotate_item(u32 record, const NarrowArgs& args, const NarrowShard& shard, u32 item, u32 warp, int lane) {
+    Rotations<K, ROTATE_WARPS> rotations(record, args, shard, item, item + 1, warp);
+    if (!rotations.any()) return;
+    RawOf<K> raw;
+    const Rotation at = rotations.rotation(args, lane);
+    load_scales(raw, shard, at, lane), load_input(raw, args, at, rotations.whole, lane);
+    rotate_items(raw, rotations, args, shard, lane, [] {});
 }
 
 // One record of every token of a row tile; grid (records, row tiles).
@@ -143,8 +162,7 @@ __device__ __forceinline__ void rotate(Kinds<Ks...> kinds, const NarrowArgs& arg
     const NarrowShard& shard = args.shards[index];
     const u32 item = shard.first_item + blockIdx.x - shard.first_record;
     u32 number = 0;
-    ((number++ == shard.kind ? rotate_items<Ks, ROTATE_WARPS>(shared_address(memory), args, shard, item, item + 1, warp, threadIdx.x & 31)
-                             : void()), ...);
+    ((number++ == shard.kind ? rotate_item<Ks>(shared_address(memory), args, shard, item, warp, threadIdx.x & 31) : void()), ...);
     __syncthreads();
     const u32 chunks = args.record_bytes / 16;
     uint4* target = const_cast<uint4*>(args.records) + (static_cast<u64>(blockIdx.y) * args.total_records + blockIdx.x) * chunks;

@@ -1,73 +1,16 @@
-// A block rotates the activations of its own items into records, or loads what narrow_rotate.cu wrote in the same way.
-//
-// Eight lanes rotate one token's 128 channels of an item, a warp four at once: shuffles bind here, and half of the transform's
-// steps stay within a lane so. For few tokens it is latency that binds, and sixteen lanes take one.
+// Rotated activations of one token and item into the item's record, with a scale of their own.
 #pragma once
 #include "hadamard.cuh"
-#include "launch.cuh"
 #include "narrow_record.cuh"
 #include "narrow_ring.cuh"
 
 template <class K> constexpr int LANES = K::arithmetic == HALF ? 8 : 16;  // of a rotation
 template <class K> using Values = float[BLOCK / LANES<K>];          // of a lane, in vectors of eight as hadamard128_part has them
 
-// A lane's values as they lie in memory.
-template <int VECTORS>
-struct Raw {
-    uint4 x[VECTORS], suh[VECTORS];
-};
-// The first channel of a lane's vector.
-template <int VECTORS>
-__device__ __forceinline__ u32 channel_of(int vector, int lane) { return 64 * vector + 8 * (lane % (16 / VECTORS)); }
-
 // Where a rotation reads and writes.
 struct Rotation {
     u32 row, block, token, record;  // row of x, Hadamard block of k, token of the tile, its record's shared address
 };
-
-// Whether x can be read 16 bytes at a time.
-__device__ __forceinline__ bool reads_whole(const NarrowArgs& args) {
-    return args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
-}
-
-template <int VECTORS>
-__device__ __forceinline__ void load_raw(Raw<VECTORS>& raw, const NarrowArgs& args, const NarrowShard& shard, const Rotation& at, bool whole, int lane) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-        const u32 column = at.block * BLOCK + channel_of<VECTORS>(i, lane);
-        raw.suh[i] = *reinterpret_cast<const uint4*>(shard.suh + column);
-        raw.x[i] = {0, 0, 0, 0};
-        if (whole && column < args.in_width)
-            raw.x[i] = *reinterpret_cast<const uint4*>(static_cast<const u16*>(args.x) + at.row * args.x_stride + column);
-    }
-}
-
-// Elements 2i, 2i + 1 of 16 bytes.
-__device__ __forceinline__ u32 word_of(const uint4& words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
-
-// x·suh, rotated, unscaled.
-template <int VECTORS>
-__device__ __forceinline__ void rotate_raw(float (&v)[8 * VECTORS], const Raw<VECTORS>& raw, const NarrowArgs& args, const Rotation& at, bool whole, int lane) {
-    if (!whole) {
-#pragma unroll
-        for (int i = 0; i < 8 * VECTORS; ++i) {
-            const u32 column = at.block * BLOCK + channel_of<VECTORS>(i / 8, lane) + i % 8;
-            v[i] = column < args.in_width ? load_element(args.x, at.row * args.x_stride + column, args.x_type) : 0.0f;
-        }
-    } else if (args.x_type == F16) {
-#pragma unroll
-        for (int i = 0; i < 8 * VECTORS; ++i) v[i] = half_to_float(u16(word_of(raw.x[i / 8], i % 8 / 2) >> (i % 2 * 16)));
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8 * VECTORS; ++i) {
-            const u32 word = word_of(raw.x[i / 8], i % 8 / 2);
-            v[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 8 * VECTORS; ++i) v[i] *= half_to_float(u16(word_of(raw.suh[i / 8], i % 8 / 2) >> (i % 2 * 16)));
-    hadamard128_part<16 / VECTORS>(v, lane);
-}
 
 // The bits of the largest magnitude of a rotation's values. Bits of magnitudes order as the magnitudes do, and a NaN's are above
 // all, so that its row comes out as NaN and not as something plausible.
@@ -178,59 +121,5 @@ __device__ __forceinline__ void store_rotated(const Values<K>& v, const Rotation
                 store_shared(token + R::undo_at, __float_as_uint(undo));
             }
         }
-    }
-}
-
-// Rotates what the items [begin, end) of one shard multiply. All WARPS_OF_BLOCK warps of the block call it.
-template <class K, u32 WARPS_OF_BLOCK>
-__device__ __forceinline__ void rotate_items(u32 records, const NarrowArgs& args, const NarrowShard& shard, u32 begin, u32 end, u32 warp,
-                                             int lane) {
-    const u32 depth = shard.in_features / BLOCK, first_row = blockIdx.y * K::tile_rows;
-    const u32 rows = min(static_cast<u32>(K::tile_rows), args.rows - first_row), count = (end - begin) * rows;
-    const u32 first_block = remainder_of(begin - shard.first_item, depth);
-    const bool whole = reads_whole(args);
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(rows)));
-    // Lanes that have none left do the last one again.
-    const auto rotation = [&](u32 first) -> Rotation {
-        const u32 index = min(first + lane / LANES<K>, count - 1);
-        const u32 item = static_cast<u32>((static_cast<float>(index) + 0.5f) * inverse), token = index - item * rows;
-        u32 block = first_block + item;
-        while (block >= depth) block -= depth;
-        return {first_row + token, block, token, records + item * args.record_bytes};
-    };
-    constexpr u32 at_once = 32 / LANES<K>;
-    u32 first = at_once * warp;
-    if (first >= count) return;
-    Rotation at = rotation(first);
-    Raw<16 / LANES<K>> raw;
-    load_raw(raw, args, shard, at, whole, lane);
-#pragma unroll 1
-    while (true) {
-        Values<K> v;
-        rotate_raw(v, raw, args, at, whole, lane);
-        const Rotation done = at;
-        first += at_once * WARPS_OF_BLOCK;
-        const bool more = first < count;
-        if (more) {
-            at = rotation(first);
-            load_raw(raw, args, shard, at, whole, lane);
-        }
-        store_rotated<K>(v, done, lane);
-        if (!more) break;
-    }
-}
-
-// Starts to fetch the same from what the rotating kernel wrote.
-__device__ __forceinline__ void fetch_items(u32 records, const NarrowArgs& args, const NarrowShard& shard, u32 begin, u32 end) {
-    const u32 depth = shard.in_features / BLOCK, chunks = args.record_bytes / 16;
-    const uint4* source = args.records + (static_cast<u64>(blockIdx.y) * args.total_records + shard.first_record) * chunks;
-    u32 block = remainder_of(begin - shard.first_item, depth);
-    while (begin < end) {  // up to the end of k, and from its beginning
-        const u32 items = min(end - begin, depth - block);
-#pragma unroll 1
-        for (u32 chunk = threadIdx.x; chunk < items * chunks; chunk += THREADS)
-            fetch_16(records + 16 * chunk, reinterpret_cast<const u8*>(source + block * chunks + chunk));
-        begin += items, records += 16 * items * chunks, block = 0;
     }
 }

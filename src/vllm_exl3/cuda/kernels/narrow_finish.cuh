@@ -183,7 +183,7 @@ struct StripEnds {
     __device__ __forceinline__ void add(const NarrowArgs& args, const Strip& strip, u32 warp, int lane) {
         u32 first = blockIdx.x, blocks = args.parts;
         if (blocks) {
-            first -= remainder_of(first, blocks);
+            first = over(first, args.parts_inverse) * blocks;
         } else {
             first = block_of_item(args, strip.first_item);
             blocks = block_of_item(args, strip.end_item - 1) - first + 1;

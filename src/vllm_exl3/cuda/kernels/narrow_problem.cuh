@@ -21,50 +21,64 @@ constexpr u32 BLOCK = 128;      // channels of a Hadamard block
 constexpr u32 ITEM_TILES = 8;   // k-tiles of an item
 constexpr u32 ROW_PAD = 32;     // bytes after each k-tile's row in the ring: makes the lanes' reads free of bank conflicts
 
+// What the first copy of weights needs lies in the first 64 bytes of constant memory that arguments take part in (they begin 16 bytes
+// into it), what rotating needs in two more: every such line costs a launch a miss.
 struct NarrowShard {
     const u8* trellis;
-    const u16* suh;        // fp16 [in_features]
-    const u16* svh;        // fp16 [out_features]
-    u32 in_features;       // stored, a multiple of 128
+    u32 first_item;        // in the launch's list of items,
+    u32 end_item;          // and behind its last
     u32 out_features;      // stored, a multiple of 128
+    u32 depth;             // Hadamard blocks of k
+    u32 depth_inverse;     // see `over`
+    u32 half_bits;
+    const u16* suh;        // fp16 [128 * depth]
+    const u16* svh;        // fp16 [out_features]
+    u32 kind;              // index in the launch's list of kinds
+    u32 first_strip;       // in the launch's list of strips
+    u32 first_record;      // in a row tile's list of records
     u32 crop_start;        // first stored column that is returned
     u32 crop_size;
     u32 out_column;        // where its returned columns begin in the output
-    u32 kind;              // index in the launch's list of kinds
-    u32 half_bits;
-    u32 codebook;
-    u32 arithmetic;
-    u32 first_item;        // in the launch's list of items
-    u32 first_strip;       // in the launch's list of strips
-    u32 first_record;      // in a row tile's list of records
 };
 
 struct NarrowArgs {
+    u32 parts;             // blocks that share a strip, or 0 where the whole list is cut
+    u32 parts_inverse;
+    u32 range_items;       // items of a strip where parts > 0, else of a block's range,
+    u32 longer_ranges;     // and how many ranges hold one more
     NarrowShard shards[MAX_SHARDS];
-    const void* x;
     void* out;
     const void* bias;      // [sum of crop_size] or null
     float* partials;       // scratch [row tile][piece of a strip][row][channel]
-    const uint4* records;  // scratch [row tile][record] of what the rotating kernel wrote, or null: rotate here
     u32* counters;         // [row tile][strip]: arrivals; zero before and after every launch
+    const void* x;
+    const uint4* records;  // scratch [row tile][record] of what the rotating kernel wrote, or null: rotate here
     i64 x_stride;          // elements
-    i64 out_stride;
-    u32 shard_count;
     u32 rows;
     u32 in_width;          // columns of x; the rest up to in_features counts as zero
     u32 x_type;
-    u32 out_type;
-    u32 bias_type;
-    u32 parts;             // blocks that share a strip, or 0 where the whole list is cut
-    u32 depth;             // items of a strip where parts > 0
-    u32 range_items;       // items of a block's range where parts = 0, and how many ranges hold one more
-    u32 longer_ranges;
-    u32 total_strips;
     u32 kept_items;        // items whose activations shared memory holds at once,
     u32 kept_halves;       // once, or twice: while one is multiplied, the next is fetched
-    u32 total_records;     // of a row tile: one an item of k and shard
     u32 record_bytes;      // the largest kind's
+    u32 total_records;     // of a row tile: one an item of k and shard
+    u32 shard_count;
+    i64 out_stride;
+    u32 out_type;
+    u32 bias_type;
+    u32 total_strips;
+    u32 range_inverse;     // of range_items, and of one more
+    u32 longer_inverse;
 };
+
+// The same value, from which the compiler computes nothing before this point: what it would keep for later takes registers.
+template <class T>
+__device__ __forceinline__ T computed_here(T value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// n / d by d's inverse, 2^31 / d rounded up: exact where n·d < 2^31, to which plan_narrow holds a launch.
+__device__ __forceinline__ u32 over(u32 n, u32 inverse) { return static_cast<u32>(static_cast<u64>(2 * n) * inverse >> 32); }
 
 // n / d for n below 2^21, to which plan_narrow holds a launch's items: n + 1/2 is at least 1/2 from a multiple of d, which what is
 // rounded here does not reach. Several divisions by one divisor share its reciprocal; an integer division takes three times as
@@ -76,15 +90,21 @@ __device__ __forceinline__ u32 quotient(u32 n, u32 d) {
 }
 __device__ __forceinline__ u32 remainder_of(u32 n, u32 d) { return n - quotient(n, d) * d; }
 
-__device__ __forceinline__ u32 range_begin(const NarrowArgs& args, u32 block) {
-    if (args.parts) return quotient(block, args.parts) * args.depth + quotient(remainder_of(block, args.parts) * args.depth, args.parts);
-    return block * args.range_items + min(block, args.longer_ranges);
-}
-__device__ __forceinline__ u32 range_end(const NarrowArgs& args, u32 block) {
-    if (args.parts) return quotient(block, args.parts) * args.depth + quotient((remainder_of(block, args.parts) + 1) * args.depth, args.parts);
-    return range_begin(args, block + 1);
-}
+struct Range {
+    u32 begin, end;
+
+    __device__ __forceinline__ Range(const NarrowArgs& args, u32 block) {
+        if (args.parts) {
+            const u32 strip = over(block, args.parts_inverse), at = (block - strip * args.parts) * args.range_items;
+            begin = strip * args.range_items + over(at, args.parts_inverse);
+            end = strip * args.range_items + over(at + args.range_items, args.parts_inverse);
+        } else {
+            begin = block * args.range_items + min(block, args.longer_ranges);
+            end = begin + args.range_items + (block < args.longer_ranges);
+        }
+    }
+};
 __device__ __forceinline__ u32 block_of_item(const NarrowArgs& args, u32 item) {
     const u32 longer = args.longer_ranges * (args.range_items + 1);
-    return item < longer ? quotient(item, args.range_items + 1) : args.longer_ranges + quotient(item - longer, args.range_items);
+    return item < longer ? over(item, args.longer_inverse) : args.longer_ranges + over(item - longer, args.range_inverse);
 }

@@ -5,6 +5,10 @@
 #pragma once
 #include "narrow_problem.cuh"
 
+// Items of a ring that are asked for before the activations. Memory answers in order, and a whole ring on every multiprocessor takes it
+// two microseconds.
+constexpr u32 EARLY = 1;
+
 // Starts to copy 16 bytes to shared memory.
 __device__ __forceinline__ void fetch_16(u32 to, const u8* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -29,11 +33,11 @@ struct Cursor {
     __device__ __forceinline__ void seek(const NarrowArgs& args, u32 warp, int lane) {
         if (item >= end) return;
         u32 index = 0;
-        while (index + 1 < args.shard_count && item >= args.shards[index + 1].first_item) ++index;
+        while (item >= args.shards[index].end_item) ++index;
         const NarrowShard& shard = args.shards[index];
         half_bits = shard.half_bits;
-        const u32 local = item - shard.first_item, tiles = shard.out_features / 16, depth = shard.in_features / BLOCK;
-        const u32 strip = quotient(local, depth), tile = strip * (WARPS * J) + warp * J, k = local - strip * depth;
+        const u32 local = item - shard.first_item, tiles = shard.out_features / 16, depth = shard.depth;
+        const u32 strip = over(local, shard.depth_inverse), tile = strip * (WARPS * J) + warp * J, k = local - strip * depth;
         const u32 row = lane / row_copies(), column = lane % row_copies();
         pitch = tiles * 16 * bits();
         copies = tile < tiles && row < rows_at_once(row_copies());

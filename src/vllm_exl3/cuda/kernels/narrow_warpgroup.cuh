@@ -96,6 +96,9 @@ __device__ __forceinline__ void multiply_kept_together(Totals<K> (&totals)[J], f
     }
 }
 
+// Whether registers suffice to decode while activations are on their way.
+template <class K, class Block> constexpr bool DECODES_EARLY = K::byte_sums && Block::single;
+
 template <class K, int J, int RING, class Block>
 __device__ __forceinline__ void multiply_strip_together(Block& block, const Strip& strip, u32 begin, u32 end) {
     const NarrowArgs& args = block.args;
@@ -104,9 +107,17 @@ __device__ __forceinline__ void multiply_strip_together(Block& block, const Stri
     Totals<K> totals[J] = {};
     float offsets[K::columns][2] = {};
     for (u32 item = begin; item < end;) {
-        Step<K> a[2];  // one decoded while activations are on their way
-        if (columns) wait_for_fetch<RING - 1>(), decode_step<K>(a[0], block.slot + step_at<K, J>(0, block.lane), block.lane);
-        block.template keep<K>(item, shard);
+        Step<K> a[2];
+        RawOf<K> raw;
+        const Asked asked = block.template begin_keeping<K>(raw, item, shard);
+        const auto decode_first = [&] {
+            if (!columns) return;
+            block.template wait_for_slot<K>(asked);
+            decode_step<K>(a[0], block.slot + step_at<K, J>(0, block.lane), block.lane);
+        };
+        if (DECODES_EARLY<K, Block>) decode_first();
+        block.template end_keeping<K>(asked, raw, item, shard);
+        if (!DECODES_EARLY<K, Block>) decode_first();
         const u32 stop = min(end, block.kept_end);
         if (columns) multiply_kept_together<K, J, RING>(totals, offsets, a, block, block.record_of(item), stop - item);
         else block.skip(stop - item);
