@@ -71,4 +71,5 @@ def _tile_step(width: int, height: int, rows: int, limits: GpuLimits) -> float:
     if not prefill.serves((shard,), rows, limits):
         return 0.0
     tokens, strips = choose_tile(rows, -(-height // 256), width // 64, limits), -(-height // 256)
-    return cut(strips, width // 64, tokens, kernel(tokens, limits).clusters(limits)).cost / _CYCLES_A_MICROSECOND
+    used = kernel(tokens, limits)
+    return cut(strips, width // 64, tokens, used.clusters(limits), ends=used.ends).cost / _CYCLES_A_MICROSECOND

@@ -190,11 +190,12 @@ int main() {
     std::vector<float> out(size_t(args.rows) * columns, NAN), scales(args.shard_count * args.rows, NAN);
     std::vector<uint4> activations(size_t(args.shard_count) * args.row_tiles * args.tile_rows * args.in_features / 8 + 1);
     memset(activations.data(), 0xff, activations.size() * 16);
-    std::vector<uint2> partials(size_t(4) * (args.ranges + 1) * args.tile_rows * 32, uint2{~0u, ~0u});
+    std::vector<uint4> partials(size_t(4) * (args.ranges + 1) * args.tile_rows * 16, uint4{~0u, ~0u, ~0u, ~0u});
     // Vectors of u16 and float from malloc are 16-byte aligned, as device tensors are.
     args.x = x.data(), args.x_stride = args.in_width, args.x_type = F16, args.out = out.data(), args.out_stride = columns, args.out_type = F32;
     args.bias = bias.data(), args.bias_type = F32, args.activations = reinterpret_cast<u8*>(activations.data());
-    args.scales = scales.data(), args.partials = partials.data();
+    std::vector<u32> arrivals(size_t(args.strips) * args.row_tiles * args.strip_blocks);  // cleared by the transform, and for the GEMM's own end of tiles
+    args.scales = scales.data(), args.partials = partials.data(), args.arrivals = arrivals.data();
     for (u32 s = 0, column = 0; s < args.shard_count; column += args.shards[s++].out_features)
         args.shards[s].suh = suh.data() + size_t(s) * args.in_features, args.shards[s].svh = svh.data() + column;
     std::vector<uint4> held_memory(more[5] / 16 + 1);

@@ -90,7 +90,9 @@ def test_a_fused_layer(program: Path, tokens: int, rows: int, ranges: int | None
     plan = plan_prefill(shards, rows, width, GPU, tokens, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     transform = [plan.transform.grid[0], plan.transform.threads, plan.transform.shared]
-    numbers = [tokens, plan.grid // plan.cluster, rows, *transform, *(plan.finish or (0, 0))]
+    cut_tiles = arguments.strips * arguments.row_tiles - arguments.whole_tiles
+    finish = (cut_tiles * arguments.strip_blocks, -(-tokens // 64)) if arguments.ranges else (0, 0)
+    numbers = [tokens, plan.grid // plan.cluster, rows, *transform, *finish]
     data = [bytes(arguments), np.array(numbers, np.uint32), x, *suh, *svh, bias, dense]
     output = subprocess.run(
         [str(program)], input=b"".join(bytes(part) for part in data), capture_output=True, check=True

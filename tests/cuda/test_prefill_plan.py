@@ -87,11 +87,15 @@ def test_every_unit_is_computed_once(
     assert plan.scratch >= plan.scratch_parts["partials"] + partials
     assert arguments.strip_blocks == used.strip
     cut_tiles = tiles - arguments.whole_tiles
-    if arguments.ranges:
-        assert plan.finish is not None and plan.finish[0] == cut_tiles * used.strip
+    ended = "arrivals" in plan.scratch_parts
+    assert bool(arguments.ranges) == (cut_tiles > 0) == (ended or plan.finish is not None)
+    if ended:
+        assert plan.finish is None and used.ends and arguments.tile_rows <= 128
+        assert plan.scratch >= plan.scratch_parts["arrivals"] + 4 * cut_tiles * used.strip
+        assert all(len(walk) <= 1 or walk[-2][2] == depth for walk in walks)  # no cluster has parts of two tiles
+    if plan.finish is not None:
+        assert plan.finish[0] == cut_tiles * used.strip
         assert plan.finish[1] * 64 >= arguments.tile_rows
-    else:
-        assert plan.finish is None and cut_tiles == 0
 
 
 def test_shards_have_one_width() -> None:
@@ -100,9 +104,13 @@ def test_shards_have_one_width() -> None:
         plan_prefill((shard, other), 100, 1024, H200)
 
 
-@given(st.integers(1, 2000), st.integers(2, 500), st.sampled_from(TILES), st.sampled_from([1, 66, 132]))
-def test_cutting_is_never_estimated_worse_than_whole_tiles(tiles: int, depth: int, tokens: int, clusters: int) -> None:
-    chosen = cut(tiles, depth, tokens, clusters)
+@given(st.integers(1, 2000), st.integers(2, 500), st.sampled_from(TILES), st.sampled_from([1, 66, 132]), st.booleans())
+def test_cutting_is_never_estimated_worse_than_whole_tiles(
+    tiles: int, depth: int, tokens: int, clusters: int, ends: bool
+) -> None:
+    ends = ends and tokens <= 128
+    chosen = cut(tiles, depth, tokens, clusters, ends=ends)
+    assert not chosen.ended or (ends and chosen.ranges % (tiles - chosen.whole_tiles) == 0)
     assert chosen.whole_tiles <= tiles and chosen.ranges <= clusters and 1 <= chosen.clusters <= clusters
     assert (chosen.ranges == 0) == (chosen.whole_tiles == tiles)
     assert chosen.cost >= tiles * depth / clusters  # a unit takes more than a cycle
@@ -117,10 +125,12 @@ def test_time_grows_with_tokens_without_cliffs(shape: tuple[int, int]) -> None:
     for rows in grid:
         plan = plan_prefill((shard,), rows, shape[0], H200)
         arguments = PrefillArgs.from_buffer_copy(plan.arguments)
-        clusters = kernel(arguments.tile_rows, H200).clusters(H200)
-        depth, tokens = shape[0] // 64, arguments.tile_rows
-        time = cut(arguments.strips * arguments.row_tiles, depth, tokens, clusters).cost
-        costs.append((rows, time, cut(arguments.strips, depth, tokens, clusters).cost))
+        depth, tokens, used = shape[0] // 64, arguments.tile_rows, kernel(arguments.tile_rows, H200)
+        time, step = (
+            cut(tiles, depth, tokens, used.clusters(H200), ends=used.ends).cost
+            for tiles in (arguments.strips * arguments.row_tiles, arguments.strips)
+        )
+        costs.append((rows, time, step))
     for (m1, t1, _), (m2, t2, step) in itertools.pairwise(costs):
         assert t2 >= 0.9 * t1, (m1, m2)
         assert t2 <= max(1.1 * t1 * m2 / m1, t1 + step), (m1, m2)

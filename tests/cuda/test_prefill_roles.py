@@ -15,9 +15,6 @@ from vllm_exl3.cuda.prefill_plan import PrefillArgs, plan_prefill
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
 
-GPU = GpuLimits("sm_90a", 2, 232448)
-"""Few multiprocessors, so that thread blocks take several tiles and share the last ones."""
-
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
@@ -30,18 +27,38 @@ def _aligned(size: int) -> np.ndarray:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
-@pytest.mark.parametrize(("tokens", "rows", "ranges"), [(256, 270, 0), (192, 200, None), (256, 37, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "ranges", "multiprocessors", "second"),
+    [
+        (256, 270, 0, 2, 6),
+        (192, 200, None, 2, 8),
+        (256, 37, 2, 2, 6),
+        (128, 101, 3, 3, 6),
+        (128, 128, 8, 8, 8),
+        (64, 150, 3, 4, 8),
+        (64, 150, 5, 7, 6),
+    ],
+)
 def test_the_kernels_on_the_host(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, ranges: int | None
+    library: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    rows: int,
+    ranges: int | None,
+    multiprocessors: int,
+    second: int,
 ) -> None:
-    one = prefill_plan._Kernel("prefill", strip=1, pairs=1, producers=128, stages=12, resident=1)
+    blocks = 1 if tokens > 128 else 2  # Hadamard blocks of a thread block, which has no others in its cluster
+    one = prefill_plan._Kernel("prefill", strip=blocks, pairs=blocks, producers=128, stages=12, resident=1)
     monkeypatch.setattr(prefill_plan, "kernel", lambda tokens, limits: one)
-    shards = (Shard(8, 2, 256, 256, 0, 256), Shard(6, 2, 256, 128, 20, 100))
+    shards = (Shard(8, 2, 256, 256, 0, 256), Shard(second, 2, 256, 128, 20, 100))
     rng = np.random.default_rng(rows)
     trellis = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, sum(s.trellis_words for s in shards), dtype=np.int16))
     suh, svh = (torch.from_numpy(rng.uniform(0.5, 1.5, size).astype(np.float16)) for size in (512, 384))
-    x, bias = torch.from_numpy(rng.standard_normal((rows, 216)).astype(np.float16)), torch.randn(356)
-    plan = plan_prefill.__wrapped__(shards, rows, 216, GPU, tokens, ranges)
+    sizes = 2.0 ** rng.integers(-3, 4, (rows, 1))  # no two tiles have the same scales
+    x, bias = torch.from_numpy((rng.standard_normal((rows, 216)) * sizes).astype(np.float16)), torch.randn(356)
+    # Few multiprocessors, so that thread blocks take several tiles and share the last ones.
+    plan = plan_prefill.__wrapped__(shards, rows, 216, GpuLimits("sm_90a", multiprocessors, 232448), tokens, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     scratch, words = _aligned(plan.scratch), _aligned(2 * trellis.numel())
     words[:] = trellis.numpy().view(np.uint8)
@@ -57,8 +74,17 @@ def test_the_kernels_on_the_host(
     transform = plan.transform
     library.transform(ctypes.byref(arguments), transform.grid[0], transform.threads, transform.shared)
     library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared)
+    assert (plan.finish is None) == (tokens <= 128 or not arguments.ranges)
     if plan.finish is not None:
         library.finish(ctypes.byref(arguments), *plan.finish)
     expected = linear_reference(x.float(), trellis, suh, svh, bias, tuple(pack_shards(shards)))
     error = (torch.from_numpy(out).double() - expected.double()).norm() / expected.double().norm()
     assert error <= 5e-4
+    if plan.finish is not None or not arguments.ranges:
+        return
+    # Blocks ran one after the other, so that the last part's ended all that others had given up. Counts that are full
+    # already let each end its own share.
+    first = out.copy()
+    out[:] = math.nan
+    library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared)
+    np.testing.assert_array_equal(out, first)

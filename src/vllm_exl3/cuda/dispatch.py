@@ -76,16 +76,16 @@ _MODELLED_PREFILL = 49
 
 
 @functools.cache
-def prefill_from(architecture: str, *, large: bool) -> int:
+def prefill_from(architecture: str, *, fills: bool) -> int:
     """The smallest number of tokens that the prefill kernel serves.
 
     Args:
         architecture: NVRTC's name of the GPU.
-        large: whether the layer gives every multiprocessor work for long, so that what the end of a tile costs counts
-            little.
+        fills: whether the layer gives every multiprocessor work for long, so that what the end of a tile costs counts
+            little, or divides evenly among them.
     """
     entry = _table().get(architecture)
-    return int(str(entry["prefill_large" if large else "prefill"])) if entry else _MODELLED_PREFILL
+    return int(str(entry["prefill_filled" if fills else "prefill"])) if entry else _MODELLED_PREFILL
 
 
 def batch_invariant() -> bool:

@@ -28,6 +28,10 @@ _FINISH_THREADS = 256
 _LARGE_UNITS = 80
 """Units of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
 
+_FILLED, _LEAST_PART = 0.9, 8
+"""The share of multiprocessors that an even cut of a layer's k must keep busy, and the fewest units of such a part, for
+the prefill kernel to serve few tokens of it."""
+
 _WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
 """Transformed activations of one launch stay near the first; more rows are served in windows of a multiple of the
 second."""
@@ -38,8 +42,17 @@ def _first_rows(shards: tuple[Shard, ...], limits: GpuLimits) -> int | None:
     """From how many tokens on the prefill kernel serves a layer; None: never."""
     if len({shard.in_features for shard in shards}) != 1:
         return None
-    units = sum(-(-shard.out_features // (2 * BLOCK)) * (shard.in_features // UNIT_IN) for shard in shards)
-    return dispatch.prefill_from(limits.architecture, large=units >= _LARGE_UNITS * limits.multiprocessors)
+    strips = sum(-(-shard.out_features // (2 * BLOCK)) for shard in shards)
+    depth, multiprocessors = shards[0].in_features // UNIT_IN, limits.multiprocessors
+    fills = strips * depth >= _LARGE_UNITS * multiprocessors or _cuts_evenly(strips, depth, multiprocessors)
+    return dispatch.prefill_from(limits.architecture, fills=fills)
+
+
+def _cuts_evenly(strips: int, depth: int, multiprocessors: int) -> bool:
+    """Whether equal parts of k, none of them short, give nearly every multiprocessor one part of a tile."""
+    parts = multiprocessors // strips
+    even = parts >= 2 and depth % parts == 0 and depth >= _LEAST_PART * parts
+    return even and strips * parts >= _FILLED * multiprocessors
 
 
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:

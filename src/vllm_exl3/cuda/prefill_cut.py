@@ -14,6 +14,9 @@ _LEAVE_CYCLES = {64: 900.0, 128: 1500.0, 192: 1500.0, 256: 2000.0}
 _FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 3000.0, 1550.0, 512
 """Of a cut tile: to leave sums in memory; and to launch what adds them, which reads so many bytes a cycle."""
 
+_ENDED_CYCLES, _ENDED_TOKEN_CYCLES = {64: 1800.0, 128: 3000.0}, 30.0
+"""The same where clusters end the tiles that they cut, each a share: and for each of the share's tokens."""
+
 _EVEN_FACTOR = {64: 1.05, 128: 1.05, 192: 1.15, 256: 1.15}
 """How much longer units take where every cluster is at another place of k: 1.08 to 1.5 were measured at 256 tokens."""
 
@@ -27,20 +30,30 @@ class Cut:
         whole_tiles: tiles that one cluster computes from end to end, in turn.
         ranges: equal ranges of units that the remaining tiles are cut into, at most one a cluster.
         cost: estimated time, in cycles.
+        ended: whether the clusters end the cut tiles themselves, not a launch of its own.
     """
 
     clusters: int
     whole_tiles: int
     ranges: int
     cost: float
+    ended: bool = False
 
 
 @functools.lru_cache(maxsize=4096)
-def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = False) -> Cut:
-    """Divide tiles of ``depth`` units each among clusters; ``int8``: of the kernel that multiplies int8.
+def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = False, ends: bool = False) -> Cut:
+    """Divide tiles of ``depth`` units each among clusters.
 
     Whole tiles as long as they fill all clusters; what remains is left whole, or cut into equal parts of k, or into
     one range of units a cluster, which leaves no cluster idle but has parts of two tiles in most.
+
+    Args:
+        tiles: of the launch.
+        depth: units of a tile's k.
+        tokens: of a tile.
+        clusters: that run at once.
+        int8: whether the kernel is the one that multiplies int8.
+        ends: whether the kernel can end cut tiles itself, which saves a launch where no cluster has parts of two.
     """
     unit, end = (_INT8_UNIT_CYCLES if int8 else _UNIT_CYCLES)[tokens], _END_CYCLES[tokens]
     leave = _LEAVE_CYCLES[tokens]
@@ -52,12 +65,13 @@ def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = Fals
     def finish(parts: int) -> float:
         return _FINISH_CYCLES + parts * tokens * _PART_BYTES / _FINISH_BYTES
 
-    choices = [(full + depth * unit + end, tiles, 0)]
+    choices = [(full + depth * unit + end, tiles, 0, False)]
     for parts in range(2, min(clusters // rest, depth) + 1):
-        cost = -(-depth // parts) * unit + leave + finish(rest * parts)
-        choices.append((full + cost, tiles - rest, rest * parts))
+        ended = ends and depth % parts == 0
+        added = _ENDED_CYCLES[tokens] + _ENDED_TOKEN_CYCLES * tokens / parts if ended else finish(rest * parts)
+        choices.append((full + -(-depth // parts) * unit + leave + added, tiles - rest, rest * parts, ended))
     if clusters < rest * depth:
         cost = -(-rest * depth // clusters) * unit * _EVEN_FACTOR[tokens] + 2 * leave + finish(clusters + rest)
-        choices.append((full + cost, tiles - rest, clusters))
-    cost, whole, ranges = min(choices)
-    return Cut(min(clusters, max(whole, ranges)), whole, ranges, cost)
+        choices.append((full + cost, tiles - rest, clusters, False))
+    cost, whole, ranges, ended = min(choices)
+    return Cut(min(clusters, max(whole, ranges)), whole, ranges, cost, ended)

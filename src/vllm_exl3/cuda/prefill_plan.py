@@ -71,7 +71,7 @@ class PrefillArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("shards", PrefillShard * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "partials"),
+        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "partials", "arrivals"),
         *fields(ctypes.c_int64, "x_stride", "out_stride"),
         *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
         *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
@@ -94,7 +94,7 @@ class PrefillPlan:
         cluster: blocks of a thread block cluster.
         transform: the launch of the kernel that rotates inputs.
         rotation: the same on tensor cores, for 16-bit inputs in aligned vectors; None where there is none.
-        finish: blocks in x and y of the kernel that ends cut tiles; None where no tile is cut.
+        finish: blocks in x and y of the kernel that ends cut tiles; None where no tile is cut, or the GEMM ends them.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
     """
@@ -134,6 +134,11 @@ class _Kernel:
     resident: int
 
     @property
+    def ends(self) -> bool:
+        """Whether it can end cut tiles itself: prefill_parts.cuh."""
+        return self.pairs > 1
+
+    @property
     def cluster(self) -> int:
         """Thread blocks of a cluster."""
         return self.strip // self.pairs
@@ -171,7 +176,8 @@ def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits, *, int8: 
 
     def cost(tokens: int) -> float:
         tiles = strips * -(-rows // tokens)
-        return cut(tiles, depth, tokens, kernel(tokens, limits).clusters(limits), int8=int8).cost
+        used = kernel(tokens, limits)
+        return cut(tiles, depth, tokens, used.clusters(limits), int8=int8, ends=used.ends).cost
 
     tiles = INT8_TILES if int8 else TILES if limits.warpgroups else MMA_TILES
     return min((tokens for tokens in tiles if tokens < max(2 * rows, tiles[0] + 1)), key=cost)
@@ -244,10 +250,10 @@ def plan_prefill(
     chosen_kernel = kernel(tokens, limits)
     row_tiles = -(-rows // tokens)
     clusters, tiles = chosen_kernel.clusters(limits), arguments.strips * row_tiles
-    chosen = cut(tiles, depth, tokens, clusters, int8=int8)
+    chosen = cut(tiles, depth, tokens, clusters, int8=int8, ends=chosen_kernel.ends)
     if ranges is not None:
         whole = tiles if ranges == 0 else tiles - tiles % clusters
-        chosen = Cut(min(clusters, max(whole, ranges)), whole, ranges, chosen.cost)
+        chosen = Cut(min(clusters, max(whole, ranges)), whole, ranges, chosen.cost, chosen_kernel.ends and ranges > 0)
     range_units, longer_ranges = (
         divmod((tiles - chosen.whole_tiles) * depth, chosen.ranges) if chosen.ranges else (0, 0)
     )
@@ -268,6 +274,8 @@ def plan_prefill(
         "scales": 4 * len(shards) * rows,
         "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * 2,
     }
+    if chosen.ended:
+        sizes["arrivals"] = 4 * (tiles - chosen.whole_tiles) * chosen_kernel.strip
     scratch_parts, scratch = {}, 0
     for name, size in sizes.items():
         scratch_parts[name] = scratch
@@ -293,7 +301,7 @@ def plan_prefill(
         cluster=chosen_kernel.cluster,
         transform=transform,
         rotation=rotation,
-        finish=finish if chosen.ranges else None,
+        finish=finish if chosen.ranges and not chosen.ended else None,
         scratch=scratch,
         scratch_parts=scratch_parts,
     )

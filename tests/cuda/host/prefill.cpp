@@ -1,4 +1,4 @@
-// The prefill kernels on the host, behind functions for ctypes: tiles of 192 and 256 tokens, in clusters of one block.
+// The prefill kernels on the host, behind functions for ctypes: every tile, in clusters of one block.
 #include "ptx.h"
 #include "barrier.cuh"
 
@@ -31,11 +31,18 @@ inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (addres
 extern "C" void transform(const PrefillArgs* args, u32 blocks, u32 threads, u32 shared) {
     launch(blocks, 1, threads, shared + 1024, [=] { exl3_prefill_transform(*args); });
 }
-// Layers whose shards have K = 4 and, second, 3.
+template <class Kinds>
+void multiply_kinds(const PrefillArgs& args) {
+    if (args.tile_rows == 64) prefill<Shape<64, 2, 1>, 24, 112, Kinds>(args);
+    else if (args.tile_rows == 128) prefill<Shape<128, 2, 1>, 24, 112, Kinds>(args);
+    else if (args.tile_rows == 192) prefill<Shape<192, 1, 1>, 24, 240, Kinds>(args);
+    else prefill<Shape<256, 1, 1>, 24, 240, Kinds>(args);
+}
+// Layers whose shards have K = 4, or K = 4 and, second, 3.
 extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared) {
     launch(grid, 1, threads, shared, [=] {
-        if (args->tile_rows == 192) prefill<Shape<192, 1, 1>, 24, 240, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
-        else prefill<Shape<256, 1, 1>, 24, 240, PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
+        if (args->shards[0].kind == 0) multiply_kinds<PrefillKinds<PrefillKind<8, 2>>>(*args);
+        else multiply_kinds<PrefillKinds<PrefillKind<6, 2>, PrefillKind<8, 2>>>(*args);
     });
 }
 extern "C" void finish(const PrefillArgs* args, u32 tiles, u32 groups) {

@@ -92,6 +92,9 @@ inline void ptx_st_shared_v4_u32(unsigned at, unsigned a, unsigned b, unsigned c
 }
 inline void ptx_fence_acq_rel_gpu() {}
 inline void ptx_atom_acquire_gpu_global_inc_u32(unsigned& before, unsigned* at, unsigned last) { before = *at, *at = before >= last ? 0 : before + 1; }
+inline void ptx_atom_acq_rel_gpu_global_add_u32(unsigned& before, unsigned* at, unsigned more) { before = *at, *at += more; }
+inline void ptx_atom_acq_rel_gpu_global_or_b32(unsigned& before, unsigned* at, unsigned bits) { before = *at, *at |= bits; }
+inline void ptx_ld_acquire_gpu_global_u32(unsigned& value, const unsigned* at) { value = *at; }
 
 // Instructions that nothing runs here.
 template <class... Operands> inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(Operands&&...) { stop("ldmatrix"); }

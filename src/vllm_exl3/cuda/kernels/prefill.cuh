@@ -8,6 +8,7 @@
 #pragma once
 #include "barrier.cuh"
 #include "prefill_outputs.cuh"
+#include "prefill_parts.cuh"
 #include "wgmma.cuh"
 
 constexpr int PRODUCERS = 128;
@@ -99,6 +100,7 @@ struct PrefillBlock {
     const PrefillArgs& args;
     UnitRing ring;
     Staging& staging; // shared, the pair's
+    CutTiles& cut;    // the same
     u32 place;        // which Hadamard block of the strip is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
 
@@ -210,15 +212,22 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
         if (warp == 0) produce<S>(args, ring, rank);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-        wait_for_previous();
         const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
-        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES)};
+        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES),
+                           *reinterpret_cast<CutTiles*>(memory + BARRIER_BYTES - (pair + 1) * sizeof(CutTiles))};
         block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
+        // Parts of larger tiles are ended by a launch of their own: it has more threads, and so much to read hides what it costs.
+        const bool ends = S::PAIRS > 1 && args.arrivals != nullptr;
+        if (ends && block.thread == 32) block.cut.find(args, blockIdx.x / S::CLUSTER);
+        wait_for_previous();
         if constexpr (S::PAIRS == 1) Outputs<S::TOKENS>(memory + BARRIER_BYTES).write_matrix(block.thread);
         PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
         PrefillSegment segment;
         while (walk.next(args, segment)) dispatch_kind<S>(List{}, block, segment);
+        if constexpr (S::PAIRS > 1) {
+            if (ends) end_parts<S>(block);
+        }
     }
     // No block leaves while another may still write to its shared memory.
     __syncwarp();

@@ -34,7 +34,7 @@ __device__ __forceinline__ void fetch_scales(const PrefillArgs& args, Staging& s
 }
 template <class S, class Block>
 __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment& segment) {
-    if (segment.complete)
+    if (S::PAIRS > 1 || segment.complete)  // two pairs end parts of tiles, too
         fetch_scales(block.args, block.staging, segment.shard, S::STRIPS * segment.strip + block.place, segment.row_tile * S::TOKENS, S::TOKENS,
                      block.thread, PAIR_THREADS);
 }
@@ -42,21 +42,28 @@ __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment&
 // 2^exponent.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(u32(127 + exponent) << 23); }
 
-// Leaves the sums of a part of a tile in memory in fp16, where prefill_finish.cu adds the parts up.
+// A thread's sums of 16 tokens as they are left in memory, in fp16.
+__device__ __forceinline__ uint4 packed_sums(const float* sums, float scale) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(sums[2 * i + 1] * scale), "f"(sums[2 * i] * scale));
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ void add_packed(float* sums, const uint4& packed) {
+    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i] += half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
+}
+
+// Leaves the sums of a part of a tile in memory, where the parts will be added up.
 template <class S, class Block>
 __device__ __forceinline__ void leave_sums(const float (&sums)[S::TOKENS / 2], const Block& block, const PrefillSegment& segment) {
     const PrefillArgs& args = block.args;
     const u32 range = blockIdx.x / S::CLUSTER;
     const float scale = power_of_two(-int(args.part_shift));
-    uint2* to = prefill_partials(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
+    uint4* to = prefill_partials(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
 #pragma unroll
-    for (int j = 0; j < S::TOKENS / 8; ++j) {
-        const float* d = sums + 4 * j;
-        u32 words[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(d[2 * i + 1] * scale), "f"(d[2 * i] * scale));
-        __stcg(to + j * PAIR_THREADS, make_uint2(words[0], words[1]));
-    }
+    for (int i = 0; i < S::TOKENS / 16; ++i) __stcg(to + i * PAIR_THREADS, packed_sums(sums + 8 * i, scale));
 }
 
 template <int OFFSET>
@@ -64,17 +71,17 @@ __device__ __forceinline__ void store_shared(u32 address, float value) {
     asm volatile("st.shared.f32 [%0 + %1], %2;" ::"r"(address), "n"(4 * OFFSET), "f"(value) : "memory");
 }
 
-// Puts a thread's sums of tokens 8·J and following, up to STAGED, [token][channel]. One step of the transform, that of
+// Puts a thread's sums of tokens 8·J and following, up to 8·GROUPS, [token][channel]. One step of the transform, that of
 // channel bit 3, is done on the way: the accumulators hold both its values in one thread.
-template <int J>
+template <int J, int GROUPS = STAGED / 8>
 __device__ __forceinline__ void stage_tokens(const float* sums, u32 address) {
-    if constexpr (J < STAGED / 8) {
+    if constexpr (J < GROUPS) {
         const float* d = sums + 4 * J;
         store_shared<8 * J * OUTPUT_PITCH>(address, d[0] + d[2]);
         store_shared<(8 * J + 1) * OUTPUT_PITCH>(address, d[1] + d[3]);
         store_shared<8 * J * OUTPUT_PITCH + 8>(address, d[0] - d[2]);
         store_shared<(8 * J + 1) * OUTPUT_PITCH + 8>(address, d[1] - d[3]);
-        stage_tokens<J + 1>(sums, address);
+        stage_tokens<J + 1, GROUPS>(sums, address);
     }
 }
 

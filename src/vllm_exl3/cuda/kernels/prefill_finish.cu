@@ -29,24 +29,19 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
     if (strip >= shard.out_features / STRIP || row >= args.rows || range == last) return;  // one range has ended its tile itself
     FinishBlock block{args, *reinterpret_cast<Staging*>(memory), int(threadIdx.x / 32), int(threadIdx.x & 31), int(threadIdx.x)};
     fetch_scales(args, block.staging, segment.shard, strip, row, FinishShape::TOKENS, threadIdx.x, PAIR_THREADS);
-    constexpr int groups = FinishShape::TOKENS / 8;
-    const auto load = [&](uint2(&part)[groups], u32 of) {
-        const uint2* from = prefill_partials(args, of, begin, place) + token / 8 * PAIR_THREADS + threadIdx.x;
+    constexpr int steps = FinishShape::TOKENS / 16;
+    const auto load = [&](uint4(&part)[steps], u32 of) {
+        const uint4* from = prefill_partials(args, of, begin, place) + token / 16 * PAIR_THREADS + threadIdx.x;
 #pragma unroll
-        for (int j = 0; j < groups; ++j) part[j] = __ldcg(from + j * PAIR_THREADS);
+        for (int i = 0; i < steps; ++i) part[i] = __ldcg(from + i * PAIR_THREADS);
     };
     float sums[FinishShape::TOKENS / 2] = {};
-    uint2 part[groups], next[groups];  // one is on its way while the other is added
+    uint4 part[steps], next[steps];  // one is on its way while the other is added
     load(part, range);
     for (; range <= last; ++range) {
         if (range < last) load(next, range + 1);
 #pragma unroll
-        for (int j = 0; j < groups; ++j) {
-            const u32 words[2] = {part[j].x, part[j].y};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[4 * j + i] += half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
-            part[j] = next[j];
-        }
+        for (int i = 0; i < steps; ++i) add_packed(sums + 8 * i, part[i]), part[i] = next[i];
     }
     const float scale = power_of_two(int(args.part_shift));
 #pragma unroll

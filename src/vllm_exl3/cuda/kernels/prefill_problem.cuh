@@ -27,7 +27,8 @@ struct PrefillArgs {
     const void* bias;    // [sum of crop_size] or null
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
     float* scales;       // scratch [shard][rows]: what undoes the row's scale
-    uint2* partials;     // scratch [2][ranges][Hadamard blocks of a strip][8 tokens][256]: sums of parts of tiles, four in fp16
+    uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][256]: sums of parts of tiles, eight in fp16
+    u32* arrivals;       // scratch [cut tiles][Hadamard blocks of a strip]: see prefill_parts.cuh; null: a launch of its own ends cut tiles
     i64 x_stride;        // elements
     i64 out_stride;
     u32 shard_count;
@@ -63,9 +64,16 @@ __device__ __forceinline__ u32 prefill_range_of_unit(const PrefillArgs& args, u3
 }
 
 // Where a range leaves its sums of the tile whose units begin at `tile_begin`: it shares at most the tiles at its two ends.
-__device__ __forceinline__ uint2* prefill_partials(const PrefillArgs& args, u32 range, u32 tile_begin, u32 place) {
+__device__ __forceinline__ uint4* prefill_partials(const PrefillArgs& args, u32 range, u32 tile_begin, u32 place) {
     const u32 second = prefill_range_begin(args, range) < tile_begin ? 1 : 0;
-    return args.partials + static_cast<u64>((second * args.ranges + range) * args.strip_blocks + place) * (args.tile_rows / 8 * 256);
+    return args.partials + static_cast<u64>((second * args.ranges + range) * args.strip_blocks + place) * (args.tile_rows / 16 * 256);
+}
+
+// By a thread block of the kernel ahead of the GEMM.
+__device__ __forceinline__ void clear_arrivals(const PrefillArgs& args) {
+    if (args.arrivals == nullptr) return;
+    const u32 count = (args.strips * args.row_tiles - args.whole_tiles) * args.strip_blocks;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) args.arrivals[i] = 0;
 }
 
 // A part of a tile: units [begin, end) of its k.

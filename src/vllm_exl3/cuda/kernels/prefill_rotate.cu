@@ -261,6 +261,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROTATE_WARPS, ROTATE_BLOCKS) e
     if (args.sharing > 1) cluster_arrive();
     __syncthreads();
     wait_for_previous();
+    if (blockIdx.x == 0) clear_arrivals(args);
     if (args.x_type == F16) rotate_rows<F16>(args, largest);
     else rotate_rows<BF16>(args, largest);
 }

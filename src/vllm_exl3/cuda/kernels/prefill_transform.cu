@@ -101,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) exl3_prefill_trans
     for (u32 i = threadIdx.x; i < MAX_SHARDS * MOST_ROWS; i += blockDim.x) largest[i / MOST_ROWS][i % MOST_ROWS] = 0;
     if (held) hold_suh(args, 0, suh);  // weights never change; x is written by the kernel ahead
     wait_for_previous();
+    if (blockIdx.x == 0) clear_arrivals(args);
     if (held) hold_rows(args, rows, held_pitch(args));
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
