@@ -397,6 +397,24 @@ def test_work_is_sorted_by_kind(library: ctypes.CDLL, tokens: int) -> None:
         assert order == sorted(order, reverse=True)
 
 
+@pytest.mark.parametrize("top_k", [1, 6, 64, 70])
+def test_the_sum_of_choices(library: ctypes.CDLL, top_k: int) -> None:
+    """Also of more than are read together, and of slots that are elsewhere, whose rows are whatever lies there."""
+    layer, tokens = random_layer(3, 200, 128, UNIFORM), 2
+    shape = Layer(tuple((p, 8, Codebook.MUL1) for p in range(3)), 3, 3, top_k, 200, 128)
+    plan, memory, generator = plan_moe(shape, tokens, IDENTITY, 2, H200), Memory(), np.random.default_rng(12)
+    args = arguments_of(memory, layer, plan, pack_table(layer.projections), IDENTITY, False)
+    ids, weights = generator.integers(-1, 3, (tokens, top_k), np.int32), generator.random((tokens, top_k), np.float32)
+    rows = generator.standard_normal((tokens, top_k, 256)).astype(np.float32)
+    rows[ids < 0] = np.nan
+    out = np.full((tokens, 200), np.nan, np.float32)
+    args.ids, args.weights, args.out = memory.place(ids), memory.place(weights), out.ctypes.data
+    args.stages[1].out = memory.place(rows)
+    library.run_kernel(ctypes.byref(args), COMBINE, 0, tokens, 1, 256, 0)
+    expected = np.einsum("tk,tkc->tc", np.where(ids < 0, 0, weights), np.where(ids[..., None] < 0, 0, rows))[:, :200]
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [90, 700, 1500])
 def test_slots_are_sorted_by_one_block_or_several(library: ctypes.CDLL, tokens: int) -> None:
     experts, top_k = 7, 3
