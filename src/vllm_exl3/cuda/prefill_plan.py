@@ -1,16 +1,15 @@
 """Cuts one fused linear with many tokens into work for the prefill kernel: instance, grid, shared memory, scratch.
 
-Arithmetic on shapes, without torch or a GPU; `PrefillShard` and `PrefillArgs` mirror ``kernels/prefill_problem.cuh``
-field by field, which also explains tiles, strips, units and ranges.
+Arithmetic on shapes, without torch or a GPU; ``kernels/prefill_problem.cuh`` explains tiles, strips, units and ranges.
 """
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, ShardOffsets, check_shards, fields, round_up
+from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, ShardOffsets, check_shards, round_up
+from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard
 from vllm_exl3.cuda.prefill_cut import Cut, cut
 from vllm_exl3.cuda.prefill_input import InputCut, cut_int8_rows, cut_rotated_rows, cut_rows
 from vllm_exl3.ops.shards import Shard
@@ -52,32 +51,6 @@ room is left for outliers: a larger divisor loses small rows. A row of activatio
 of weights about 1.24·sqrt(k), which bounds sums by 224·k; int8 has larger integers."""
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
-
-
-class PrefillShard(ctypes.Structure):
-    """``PrefillShard`` of prefill_problem.cuh."""
-
-    __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *fields(ctypes.c_uint32, "out_features", "crop_start", "crop_size", "out_column", "kind", "half_bits"),
-        *fields(ctypes.c_uint32, "first_strip", "padding"),
-    )
-
-
-class PrefillArgs(ctypes.Structure):
-    """``PrefillArgs`` of prefill_problem.cuh."""
-
-    __slots__ = ()
-    _fields_ = (
-        ("shards", PrefillShard * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "partials", "arrivals"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
-        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
-        *fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "part_shift"),
-    )
 
 
 @dataclass(frozen=True, slots=True)

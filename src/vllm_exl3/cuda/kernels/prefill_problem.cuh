@@ -1,4 +1,4 @@
-// What a prefill launch is told, and how work is cut: mirrored field by field in vllm_exl3/cuda/prefill_plan.py.
+// What a prefill launch is told, and how work is cut: mirrored field by field in vllm_exl3/cuda/prefill_arguments.py.
 //
 // A tile is one Hadamard block (128 output channels) × INSTANCE_TOKENS tokens; the blocks of a cluster take neighbouring
 // Hadamard blocks of the same tokens, so that one copy brings the activations to all of them. A unit is 64 input channels.
