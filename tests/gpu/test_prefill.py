@@ -26,6 +26,28 @@ def test_prefill(check: Callable[[Checks, int], None]) -> None:
     assert not checks.failed, f"seed {seed}: " + "\n".join(checks.failed[:20])
 
 
+@pytest.mark.parametrize(("rows", "tokens", "ranges"), [(64, None, None), (100, None, None), (40, 64, 131)])
+def test_parts_are_ended_alike_beside_another_stream(rows: int, tokens: int | None, ranges: int | None) -> None:
+    """Blocks that wait for parts of their tile, while other kernels keep some of them from running at once."""
+    from vllm_exl3.cuda import prefill
+    from vllm_exl3.cuda.timing import random_weights
+    from vllm_exl3.ops.shards import Shard
+
+    shard = Shard(8, 2, 4096, 4096, 0, 4096)
+    tensors = random_weights(shard, rows)
+    x = torch.randn(rows, 4096, device="cuda").half()
+    out, first = x.new_empty((rows, 4096)), None
+    side, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda").half()
+    for turn in range(100):
+        with torch.cuda.stream(side):
+            if turn % 3:
+                square @ square
+        out.fill_(float("nan"))
+        prefill.prefill(x, *tensors, None, (shard,), out, tokens=tokens, ranges=ranges)
+        first = out.clone() if first is None else first
+        assert torch.equal(out, first)
+
+
 def test_scratch_is_bounded_and_returned() -> None:
     from vllm_exl3.cuda import prefill
     from vllm_exl3.cuda.timing import random_weights
