@@ -34,7 +34,7 @@ QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
 
 _MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
-_ROTATED_ROWS, _MOST_SHARING = 8, 8  # of prefill_rotate.cu
+_ROTATED_ROWS, _MOST_SHARING, _QUEUED = 8, 8, 2  # of prefill_rotate.cu
 _UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
@@ -95,10 +95,11 @@ def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
 
 def _sharing(groups: int, in_blocks: int, warps: int, limits: GpuLimits) -> int:
     """How many blocks share each group of rows: as many as run at once, while every warp has a 128-block."""
-    resident, sharing = 16 // warps, 1
-    fitting = {blocks: resident * clusters for blocks, clusters in limits.clusters}
+    fitting, sharing = dict(limits.clusters), 1
     while sharing < _MOST_SHARING and 2 * sharing * warps <= max(warps, in_blocks):
-        if groups > fitting.get(2 * sharing, resident * (limits.multiprocessors // (2 * sharing))):
+        most = fitting.get(2 * sharing, limits.multiprocessors // (2 * sharing))
+        # Two blocks of 8 warps run on a multiprocessor, but clusters of 4 and 8 were slower where they must do so.
+        if groups > most * (16 // warps if sharing == 1 else 1):
             break
         sharing *= 2
     return sharing
@@ -108,15 +109,15 @@ def _sharing(groups: int, in_blocks: int, warps: int, limits: GpuLimits) -> int:
 def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
     """Divide ``rows`` rows of ``in_features`` channels among the blocks of `ROTATE`.
 
-    Blocks of 8 warps, two a multiprocessor, but where two blocks would share rows: one block of 16 warps needs no
-    cluster for it, and where half of the multiprocessors suffice, two of 16 warps fit where four of 8 do not. Measured
-    on an H200 at 128 to 4096 rows of 4096 to 14336 channels; each was faster where it is chosen, or both were equal.
+    Blocks of 8 warps, but where two of them share rows and come to two thirds of the multiprocessors or more: 16 warps
+    then need no cluster for it, or keep twice as many warps busy. Measured on an H200 at 64 to 4096 rows of 4096 to
+    14336 channels; each was faster where it is chosen, or both were equal.
     """
     groups, in_blocks, warps = -(-rows // _ROTATED_ROWS), in_features // BLOCK, 8
     sharing = _sharing(groups, in_blocks, warps, limits)
-    if sharing == 2:
+    if sharing == 2 and 3 * groups >= limits.multiprocessors:
         warps, sharing = 16, _sharing(groups, in_blocks, 16, limits)
-    shared = 4 * MAX_SHARDS * _ROTATED_ROWS
+    shared = 4 * MAX_SHARDS * _ROTATED_ROWS + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
     return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, 1), _WARP * warps, shared, sharing)
 
 

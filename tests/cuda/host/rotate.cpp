@@ -4,7 +4,7 @@
 
 #define ROTATE_WARPS 2  // few, so that clusters of 8 fit
 #define ROTATE_BLOCKS 1
-constexpr unsigned BLOCK_THREADS = 32 * ROTATE_WARPS, BLOCK_BYTES = 1024;
+constexpr unsigned BLOCK_THREADS = 32 * ROTATE_WARPS, BLOCK_BYTES = 256 + 2048 + ROTATE_WARPS * 2 * 2048;
 static unsigned sharing;  // blocks of a cluster
 static unsigned rank_of_thread() { return running / BLOCK_THREADS; }
 
@@ -37,12 +37,6 @@ inline void ptx_red_relaxed_cluster_shared__cluster_max_u32(unsigned at, unsigne
     *to = std::max(*to, value);
 }
 
-inline void load_vector_of(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const unsigned* at) {
-    if (reinterpret_cast<uintptr_t>(at) % 16) stop("a vector that is not aligned");
-    a = at[0], b = at[1], c = at[2], d = at[3];
-}
-#define ptx_ld_global_cs_v4_u32 load_vector_of
-#define ptx_ld_global_ca_v4_u32 load_vector_of
 inline unsigned larger_magnitude(unsigned a, unsigned b, unsigned infinity) {
     a &= 0x7fff, b &= 0x7fff;
     return a > infinity || b > infinity ? 0x7fff : std::max(a, b);

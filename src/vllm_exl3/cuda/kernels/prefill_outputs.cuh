@@ -85,18 +85,26 @@ struct Outputs {
                 const float a = v[0][i], b = v[1][i];
                 v[0][i] = a + b, v[1][i] = a - b;
             }
+            const bool lines = crop.whole && block.args.out_type != F32;
 #pragma unroll
             for (u32 row = 0; row < 2; ++row) {
                 const u32 token = first + 16 * (block.warp % 4) + 8 * row + g;
-                if (token >= rows) continue;
                 const float undo = staging.undo[token] * (HADAMARD_SCALE / LEFT);
 #pragma unroll
-                for (u32 part = 0; part < 4; ++part) {  // eight channels each
-                    const u32 channel = 64 * (part / 2) + 32 * (part % 2) + 8 * q;
-                    float eight[8];
+                for (u32 half = 0; half < 2; ++half) {
+                    float eight[2][8];  // of 32 channels each
 #pragma unroll
-                    for (u32 i = 0; i < 8; ++i) eight[i] = v[part / 2][16 * (part % 2) + i / 2 * 4 + 2 * row + i % 2];
-                    finish_eight(eight, block.args, crop, channel, undo, first_row + token);
+                    for (u32 part = 0; part < 2; ++part) {
+#pragma unroll
+                        for (u32 i = 0; i < 8; ++i) eight[part][i] = v[half][16 * part + i / 2 * 4 + 2 * row + i % 2];
+                        scale_eight(eight[part], block.args, HALF * half + 32 * part + 8 * q, undo);
+                    }
+                    if (lines) {
+                        store_lines(eight, block.args, crop.place(block.args, first_row + token) + HALF * half + 8 * q, token, rows, g & 1);
+                    } else if (token < rows) {
+#pragma unroll
+                        for (u32 part = 0; part < 2; ++part) store_eight(eight[part], block.args, crop, HALF * half + 32 * part + 8 * q, first_row + token);
+                    }
                 }
             }
         }
@@ -108,7 +116,7 @@ private:
         v ^= v >> 4, v ^= v >> 2;
         return (v ^ v >> 1) & 1;
     }
-    __device__ __forceinline__ void finish_eight(float (&v)[8], const PrefillArgs& args, const Crop& crop, u32 channel, float undo, u32 row) const {
+    __device__ __forceinline__ void scale_eight(float (&v)[8], const PrefillArgs& args, u32 channel, float undo) const {
         const uint4 raw = *reinterpret_cast<const uint4*>(&staging.svh[channel]);
         const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -117,11 +125,35 @@ private:
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] += staging.bias[channel + i];
         }
+    }
+    static __device__ __forceinline__ void store_eight(float (&v)[8], const PrefillArgs& args, const Crop& crop, u32 channel, u32 row) {
         if (crop.whole) return store_vectors<8>(v, args, crop.place(args, row) + channel);
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
             const u32 kept = crop.first + channel + i - crop.shard.crop_start;  // wraps below the crop
             if (kept < crop.shard.crop_size) store_element(args.out, row * args.out_stride + crop.shard.out_column + kept, args.out_type, v[i]);
         }
+    }
+    // 64 channels of two neighbouring tokens, of which the four lanes of each have eight and eight (32 apart): all eight lanes store
+    // one token after the other, whole lines of 128 bytes. `at`: the place of the lane's token and first channel; odd: the second one.
+    static __device__ __forceinline__ void store_lines(const float (&v)[2][8], const PrefillArgs& args, i64 at, u32 token, u32 rows, u32 odd) {
+        u32 words[2][4], first[4], second[4];
+#pragma unroll
+        for (u32 part = 0; part < 2; ++part)
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const float low = v[part][2 * i], high = v[part][2 * i + 1];
+                if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[part][i]) : "f"(high), "f"(low));
+                else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[part][i]) : "f"(high), "f"(low));
+            }
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 got = __shfl_xor_sync(0xffffffffu, odd ? words[0][i] : words[1][i], 4);
+            first[i] = odd ? got : words[0][i], second[i] = odd ? words[1][i] : got;
+        }
+        u16* to = static_cast<u16*>(args.out) + at + (odd ? 32 - args.out_stride : 0);
+        // Streaming, not to displace activations in the L2.
+        if (token - odd < rows) __stcs(reinterpret_cast<uint4*>(to), make_uint4(first[0], first[1], first[2], first[3]));
+        if (token - odd + 1 < rows) __stcs(reinterpret_cast<uint4*>(to + args.out_stride), make_uint4(second[0], second[1], second[2], second[3]));
     }
 };

@@ -9,7 +9,7 @@
 //   input     half      register  lane   lane   product (H8 over these eight)
 //   output    register  lane      lane   lane   product
 //
-// a lane loads 16 bytes of x at a time and has whole 16-byte chunks of the result, and a warp's stores are runs of 64 bytes.
+// a lane takes 16 bytes of x at a time and has whole 16-byte chunks of the result, and a warp's stores are runs of 64 bytes.
 //
 // What a row is scaled by depends on all of it, but is guessed from its first 128-block, with room for outliers 128 times as
 // large. The block (or cluster) learns the row's largest magnitude on the way; where the guess was no good it does its rows again.
@@ -20,6 +20,11 @@
 
 // The compiler's caller defines ROTATE_WARPS, of a block, and ROTATE_BLOCKS, of a multiprocessor.
 constexpr int ROWS = 8;  // of a warp, and of the blocks of a cluster, which share these rows' 128-blocks
+
+// A warp has a queue of places in shared memory, one for x of each of its next 128-blocks: loads by whole lines, where lanes would
+// each fetch 16 bytes of their own rows. Another place has the rows' first 128-block for all warps.
+constexpr u32 QUEUED = 2, PLACE_BYTES = 2 * STRIP * ROWS, QUEUE_BYTES = QUEUED * PLACE_BYTES;
+constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS;
 
 constexpr u32 OUTLIERS = 7;  // powers of two between the guess and the largest scale
 constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not divided by, the scale is
@@ -68,20 +73,21 @@ struct Rotation {
     const PrefillArgs& args;
     u32 lane, g, q;
     u32 signs[4];     // of the lane's A operand
-    const u8* x;      // of the row that the lane loads, at the lane's first channel
+    const u8* x;      // of the row and channels that the lane fetches
+    u32 row, column;  // which these are
+    u32 put, get;     // where in a place it writes what it fetches, and reads what it multiplies, free of bank conflicts
     const u8* suh;    // at the lane's first channel
     u8* to[2];        // where the lane's results of two rows go
     bool kept[2];     // whether these rows exist
-    u32 room;         // channels of x from the lane's first on
     u32 block_bytes, place_bytes;  // from one 128-block's results to the next; from matrix m to m + 4
 
     __device__ __forceinline__ Rotation(const PrefillArgs& args, u32 shard, u32 first_row, u32 lane) : args(args), lane(lane), g(lane >> 2), q(lane & 3) {
-        const u32 first_channel = 8 * (q & 1) + 64 * (q >> 1);
-        // Rows beyond the last repeat it, and are not stored.
-        const u64 row = min(first_row + token(), args.rows - 1);
-        x = reinterpret_cast<const u8*>(static_cast<const u16*>(args.x) + row * args.x_stride + first_channel);
-        suh = reinterpret_cast<const u8*>(args.shards[shard].suh + first_channel);
-        room = args.in_width > first_channel ? args.in_width - first_channel : 0;
+        const u32 piece = lane % 16;
+        row = first_row + lane / 16, column = 8 * piece;
+        x = reinterpret_cast<const u8*>(static_cast<const u16*>(args.x) + static_cast<i64>(row) * args.x_stride + column);
+        put = 256 * (lane / 16) + 16 * ((piece & 8) + (piece & 7 ^ piece >> 3 << 1));
+        get = 256 * token() + 16 * (8 * (q >> 1) + ((q & 1) | 2 * (q >> 1) ^ 4 * (g & 1)));
+        suh = reinterpret_cast<const u8*>(args.shards[shard].suh + 8 * (q & 1) + 64 * (q >> 1));
         const u32 base = ((g & q) ^ (g >> 2 & q >> 1)) & 1 ? 0x80008000u : 0, other = g & 2 ? 0x80008000u : 0;
         signs[0] = base, signs[1] = base ^ 0x80000000u, signs[2] = base ^ other, signs[3] = base ^ other ^ 0x80000000u;
         block_bytes = 2 * 128 * args.tile_rows, place_bytes = 4 * 16 * args.tile_rows;
@@ -95,18 +101,22 @@ struct Rotation {
     }
     __device__ __forceinline__ u32 token() const { return (g >> 1) + 4 * (g & 1); }
 
-    __device__ __forceinline__ void load(u32 (&words)[4][4], u32 block, bool once) const {
-        const u8* from = x + 2 * STRIP * block;
-        if (STRIP * (block + 1) <= args.in_width) {
+    // Starts to copy two of the eight rows of a 128-block of x to a place; zeros where there is none.
+    __device__ __forceinline__ void fetch_pair(u32 place, u32 block, u32 pair) const {
+        const bool exists = row + 2 * pair < args.rows && STRIP * block + column < args.in_width;
+        const u32 target = place + 512 * pair + (put ^ (pair < 2 ? 0 : 64)), bytes = exists ? 16 : 0;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(x + 2 * STRIP * block + 4 * pair * args.x_stride), "r"(bytes) : "memory");
+    }
+    __device__ __forceinline__ void fetch(u32 place, u32 block) const {
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) load_vector(words[i], from + 32 * i, once);
-        } else {
+        for (u32 pair = 0; pair < 4; ++pair) fetch_pair(place, block, pair);
+    }
+    // What the lane multiplies of a place.
+    __device__ __forceinline__ void take(u32 (&words)[4][4], u32 place) const {
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                words[i][0] = words[i][1] = words[i][2] = words[i][3] = 0;
-                if (STRIP * block + 16 * i < room) load_vector(words[i], from + 32 * i, once);
-            }
-        }
+        for (u32 i = 0; i < 4; ++i)
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(words[i][0]), "=r"(words[i][1]), "=r"(words[i][2]), "=r"(words[i][3])
+                         : "r"((place + get) ^ 32 * i) : "memory");
     }
     __device__ __forceinline__ void load_scales(u32 (&words)[4][4], u32 block) const {
 #pragma unroll
@@ -180,32 +190,34 @@ struct Rotation {
             *reinterpret_cast<uint4*>(at) = chunks[0], *reinterpret_cast<uint4*>(at + place_bytes) = chunks[1];
         }
     }
-
-private:
-    __device__ __forceinline__ static void load_vector(u32 (&words)[4], const u8* at, bool once) {
-        const u32* from = reinterpret_cast<const u32*>(at);
-        if (once)
-            asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(from));
-        else
-            asm volatile("ld.global.ca.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "l"(from));
-    }
 };
 
-// Every `step`th 128-block from `first` on. The next one is on its way while one is finished, and the first one while `scale`
-// finds the scale of the row that the lane loads. Gives bits of a bound of |x·suh|.
+// Every `step`th 128-block from `first` on, through the warp's queue, which fills while `scale` finds the scale of the row that the
+// lane multiplies. Gives bits of a bound of |x·suh|.
 template <u32 TYPE, class Scale>
-__device__ __forceinline__ u32 rotate_blocks(const Rotation<TYPE>& rotation, u32 first, u32 step, u32 blocks, const Scale& scale) {
-    u32 words[4][4], scales[4][4], most = 0;
+__device__ __forceinline__ u32 rotate_blocks(const Rotation<TYPE>& rotation, u32 queue, u32 first, u32 step, u32 blocks, const Scale& scale) {
+    u32 words[4][4], scales[4][4], most = 0, place = queue;
     float sums[8][4], results[2];
-    if (first < blocks) rotation.load(words, first, true);
+#pragma unroll
+    for (u32 i = 0; i < QUEUED; ++i) {
+        if (first + i * step < blocks) rotation.fetch(queue + PLACE_BYTES * i, first + i * step);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
     const float mine = scale();
     if (first < blocks) rotation.load_scales(scales, first);
     rotation.exchange(results, mine);
 #pragma unroll 1
     for (u32 block = first; block < blocks; block += step) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(QUEUED - 1) : "memory");
+        __syncwarp();  // other lanes' copies are there, too
+        rotation.take(words, place);
         most = max(most, rotation.bound(words, scales));
         rotation.multiply(sums, words, scales, mine);
-        if (block + step < blocks) rotation.load(words, block + step, true), rotation.load_scales(scales, block + step);
+        __syncwarp();  // and nobody reads the place any more
+        if (block + QUEUED * step < blocks) rotation.fetch(place, block + QUEUED * step);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        place = place + PLACE_BYTES == queue + QUEUE_BYTES ? queue : place + PLACE_BYTES;
+        if (block + step < blocks) rotation.load_scales(scales, block + step);
         rotation.finish(sums, block, results);
     }
     return rotation.row_bound(most);
@@ -221,17 +233,25 @@ __device__ __forceinline__ void exchange_largest(u32 (&largest)[ROWS], u32 parts
 
 template <u32 TYPE>
 __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&largest)[MAX_SHARDS][ROWS]) {
-    const u32 parts = args.sharing, first = blockIdx.x % parts * ROTATE_WARPS + __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    u32 lane = threadIdx.x & 31;
+    const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), parts = args.sharing, first = blockIdx.x % parts * ROTATE_WARPS + warp;
     const u32 blocks = args.in_features / STRIP, first_row = blockIdx.x / parts * ROWS;
+    const u32 first_block = shared_address(largest) + LARGEST_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
+    u32 lane = threadIdx.x & 31;
+    for (u32 pair = warp; pair < ROWS / 2; pair += ROTATE_WARPS) Rotation<TYPE>(args, 0, first_row, lane).fetch_pair(first_block, 0, pair);
+    asm volatile("cp.async.commit_group;" ::: "memory");
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
         asm volatile("" : "+r"(lane));  // what follows from it is found again for every shard: registers could not hold it
         const Rotation<TYPE> rotation(args, s, first_row, lane);
         u32 guess;
-        const u32 most = rotate_blocks(rotation, first, parts * ROTATE_WARPS, blocks, [&] {
+        const u32 most = rotate_blocks(rotation, queue, first, parts * ROTATE_WARPS, blocks, [&] {
             u32 words[4][4], scales[4][4];
-            rotation.load(words, 0, false), rotation.load_scales(scales, 0);
+            rotation.load_scales(scales, 0);
+            if (s == 0) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(QUEUED) : "memory");
+                __syncthreads();  // all four pairs of rows are there
+            }
+            rotation.take(words, first_block);
             guess = guessed_exponent(rotation.row_bound(rotation.bound(words, scales)));
             return scale_of(guess);
         });
@@ -248,14 +268,14 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
             const float undo = __uint_as_float((254u - exponent) << 23) * (HADAMARD_SCALE * (1 << SHIFT)), value = __uint_as_float(bits);
             args.scales[s * args.rows + first_row + rotation.token()] = value <= 2.9e37f ? undo : value * 1.0e30f;
         }
-        if (__any_sync(0xffffffffu, !good)) rotate_blocks(rotation, first, parts * ROTATE_WARPS, blocks, [&] { return scale_of(exponent); });
+        if (__any_sync(0xffffffffu, !good)) rotate_blocks(rotation, queue, first, parts * ROTATE_WARPS, blocks, [&] { return scale_of(exponent); });
     }
 }
 
 // Grid (groups of 8 rows × blocks of a cluster).
 extern "C" __global__ void __launch_bounds__(32 * ROTATE_WARPS, ROTATE_BLOCKS) exl3_prefill_rotate(const __grid_constant__ PrefillArgs args) {
-    extern __shared__ __align__(16) u32 shared[];
-    auto& largest = *reinterpret_cast<u32(*)[MAX_SHARDS][ROWS]>(shared);  // bits of rows' bounds
+    extern __shared__ __align__(128) u32 shared[];
+    auto& largest = *reinterpret_cast<u32(*)[MAX_SHARDS][ROWS]>(shared);  // bits of rows' bounds; queues lie behind
     let_next_start();
     if (threadIdx.x < MAX_SHARDS * ROWS) largest[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
     if (args.sharing > 1) cluster_arrive();
