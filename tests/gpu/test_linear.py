@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_linear_checks as checks_module
 from gpu_linear_checks import Checks
+from gpu_linear_crowded import check_crowded
 
 CHECKS = (
     checks_module.check_every_kind,
@@ -23,6 +24,7 @@ CHECKS = (
     checks_module.check_large,
     checks_module.check_magnitudes,
     checks_module.check_streams_and_graphs,
+    check_crowded,
 )
 
 

@@ -30,6 +30,8 @@ __all__ = ["NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narr
 
 _WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
 _ALIGN = 256
+_TURN_WORDS = 32
+"""Behind each piece of a strip: ``TURN_WORDS`` of narrow_finish.cuh."""
 _MOST_ITEMS, _MOST_DIVIDED = 1 << 21, 1 << 31
 """Items, and items times a strip's, up to which the kernel's divisions are exact (``quotient`` and ``over`` of
 narrow_problem.cuh)."""
@@ -118,7 +120,7 @@ def plan_narrow(
     scratch_parts, scratch = {}, 0
     if not together:
         scratch_parts["partials"] = 0
-        scratch = round_up(row_tiles * (cut.blocks + strips) * tile * channels * 4, _ALIGN)
+        scratch = round_up(row_tiles * (cut.blocks + strips) * (tile * channels + _TURN_WORDS) * 4, _ALIGN)
     if rotated:
         scratch_parts["records"] = scratch
         scratch += round_up(row_tiles * records * memory.record, _ALIGN)

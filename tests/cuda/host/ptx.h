@@ -91,6 +91,13 @@ inline void ptx_st_shared_v4_u32(unsigned at, unsigned a, unsigned b, unsigned c
     shared_bytes(at, 16), ptx_st_shared_v2_u32(at, a, b), ptx_st_shared_v2_u32(at + 8, c, d);
 }
 inline void ptx_fence_acq_rel_gpu() {}
+inline void ptx_st_relaxed_gpu_global_f32(float* at, float value) { *at = value; }
+inline void ptx_ld_relaxed_gpu_global_u32(unsigned& d, const unsigned* at) { d = *at; }
+inline void ptx_ld_relaxed_gpu_global_v4_f32(float& a, float& b, float& c, float& d, const float4* at) { a = at->x, b = at->y, c = at->z, d = at->w; }
+inline void ptx_atom_relaxed_gpu_global_cas_b32(unsigned& before, unsigned* at, unsigned expected, unsigned wanted) {
+    before = *at;
+    if (before == expected) *at = wanted;
+}
 inline void ptx_atom_acquire_gpu_global_inc_u32(unsigned& before, unsigned* at, unsigned last) { before = *at, *at = before >= last ? 0 : before + 1; }
 inline void ptx_atom_acq_rel_gpu_global_add_u32(unsigned& before, unsigned* at, unsigned more) { before = *at, *at += more; }
 inline void ptx_atom_acq_rel_gpu_global_or_b32(unsigned& before, unsigned* at, unsigned bits) { before = *at, *at |= bits; }

@@ -94,15 +94,15 @@ __device__ __forceinline__ void dispatch(Kinds<Ks...>, u32 kind, NarrowBlock<J, 
 template <int J, int RING, bool CLUSTER, class List>
 __device__ __forceinline__ void narrow(const NarrowArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ SharedStrip ends_memory[2];
+    __shared__ SharedStrip ends[2];
+    __shared__ BlockPieces pieces;
     using Block = NarrowBlock<J, RING, CLUSTER, List>;
     // The warp's index is made uniform, so that everything derived from it is computed once a warp.
     const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     const auto [begin, end] = Range(args, blockIdx.x);
 
     // Shared memory: the warps' rings, then the kept items' records.
-    Block block{args};
-    StripEnds ends{ends_memory};
+    Block block{args, {ends, pieces}};
     const int lane = threadIdx.x & 31;
     block.warp = warp, block.lane = lane;
     block.records = memory + WARPS * Block::ring_bytes;
@@ -114,26 +114,23 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
     // Weights never change: they are fetched before the kernel ahead has finished. All else waits for it, in `keep`.
     block.start(shared_address(memory) + warp * Block::ring_bytes, begin, end);
     let_next_start();
+    if (!CLUSTER && warp == block.ends.announcer) block.ends.prepare(args, begin, end, lane);
 
-    Strip strip{};
     for (u32 at = begin; at < end;) {
-        while (at >= args.shards[strip.shard].end_item) ++strip.shard;
-        const NarrowShard& shard = args.shards[strip.shard];
-        const u32 local = over(at - shard.first_item, shard.depth_inverse);
-        strip.index = shard.first_strip + local, strip.channel = local * WARPS * J * 16;
-        strip.first_item = shard.first_item + local * shard.depth, strip.end_item = strip.first_item + shard.depth;
+        Strip strip{};
+        strip.find(args, at, WARPS * J * 16);
         const u32 piece_end = min(end, strip.end_item);
-        dispatch(List{}, shard.kind, block, strip, at, piece_end);
+        dispatch(List{}, args.shards[strip.shard].kind, block, strip, at, piece_end);
 #if __CUDA_ARCH__ >= 900
         if constexpr (CLUSTER) {  // the range is a part of one strip
             finish_together<J, List::tile_rows>(args, strip, block.exchange, warp, lane);
             return;
         }
 #endif
-        ends.add<J, List::tile_rows>(args, strip, warp, computed_here(lane));
+        block.ends.add(args, strip, warp, computed_here(lane));
         at = piece_end;
     }
-    ends.finish<J, List::tile_rows>(args, warp, computed_here(lane));
+    block.ends.finish(args, warp, computed_here(lane));
 }
 
 template <class K>

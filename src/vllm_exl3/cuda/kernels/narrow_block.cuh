@@ -1,8 +1,9 @@
 // One thread block of the narrow kernel: its ring of weights, the activations that it keeps, and where its sums go.
 #pragma once
-#include "narrow_finish.cuh"
+#include "narrow_ends.cuh"
 #include "narrow_input.cuh"
 #include "narrow_ring.cuh"
+#include "narrow_together.cuh"
 
 // The launch's kinds of shards, and what shared memory holds for the largest of them.
 template <class... Ks>
@@ -39,6 +40,7 @@ struct NarrowBlock {
     static constexpr bool together = CLUSTER;  // the blocks of a strip form a cluster
     static constexpr u32 slot_bytes = List::slot_bytes(J), ring_bytes = RING * slot_bytes;
     const NarrowArgs& args;
+    StripEnds<J, List::tile_rows> ends;
     u8* records;                    // kept items
     u32 exchange;                   // shared address: sums of the cluster's blocks
     u32 kept_begin, kept_end, half; // which, and in which half of the memory for them
@@ -92,17 +94,21 @@ struct NarrowBlock {
                 if (rotations.spread) load_input_spread(raw, args, at, lane);
                 else load_input(raw, args, at, rotations.whole, lane);
             }
+            if (announces()) ends.mark_missing(lane);
             if (ASKS_LATER<K, List> && !begun() && rotations.more()) return ASKED_FIRST;
         } else {
             wait_for_previous();
             if (begun()) __syncthreads();  // nobody reads the ones before any more
             fetch_items(shared_address(records), args, shard, item, next_end), end_fetch();
+            if (announces()) ends.mark_missing(lane);
         }
         if (!begun()) fill_ring();
         return ASKED;
     }
     // Whether activations were kept before.
     __device__ __forceinline__ bool begun() const { return kept_begin != kept_end; }
+    // Whether this warp says that the block has begun: once, in two steps with a barrier between them.
+    __device__ __forceinline__ bool announces() const { return !together && !begun() && warp == ends.announcer; }
     // Asks for what `start` has left of the ring.
     __device__ __forceinline__ void fill_ring() {
         slot += EARLY * slot_bytes;
@@ -135,6 +141,7 @@ struct NarrowBlock {
         }
         if constexpr (WARPGROUPS && K::arithmetic == HALF) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
+        if (announces()) ends.count(args, lane);
         kept_begin = item, kept_end = next_end;
         if (args.kept_halves > 1 && kept_end < last) {
             next_end = min(kept_end + args.kept_items, last);
@@ -160,5 +167,5 @@ __device__ __forceinline__ void end_piece(Block& block, const Totals<K> (&totals
         return;
     }
 #endif
-    if (columns) store_piece<K, J>(block.args, totals, strip, block.warp, block.lane);
+    if (columns) store_piece<K, J>(block.args, totals, strip, block.warp, computed_here(block.lane));
 }

@@ -1,0 +1,87 @@
+// The end of a strip whose blocks form a cluster.
+//
+// Sums go straight to the shared memory of the block that finishes them, as [task of that block][block that they come from][channel];
+// a task is a token's Hadamard block. No memory fence, no counter, no trip to the L2.
+#pragma once
+#include "barrier.cuh"
+#include "narrow_finish.cuh"
+
+#if __CUDA_ARCH__ >= 900
+struct TogetherTasks {
+    u32 parts, shift, blocks;  // blocks of the cluster, log2 of those that finish tasks, Hadamard blocks of the strip
+
+    template <int J>
+    static __device__ __forceinline__ TogetherTasks of(const NarrowArgs& args, const Strip& strip) {
+        const u32 channels = min(WARPS * J * 16, args.shards[strip.shard].out_features - strip.channel);
+        return {args.parts, 31u - __clz(args.parts), channels / BLOCK};
+    }
+    __device__ __forceinline__ u32 owner(u32 task) const { return task & ((1u << shift) - 1); }
+    __device__ __forceinline__ u32 place(u32 task, u32 block) const { return ((task >> shift) * parts + block) * (4 * BLOCK); }
+};
+
+template <class K, int J>
+__device__ __forceinline__ void send_piece(const NarrowArgs& args, const Totals<K> (&totals)[J], const Strip& strip, u32 exchange, u32 warp,
+                                           int lane) {
+    using Tokens = LaneTokens<K>;
+    const TogetherTasks tasks = TogetherTasks::of<J>(args, strip);
+    const u32 rows = min(static_cast<u32>(K::tile_rows), args.rows - blockIdx.y * K::tile_rows);
+    const u32 first = warp * J * 16, rank = rank_in_cluster();
+#pragma unroll
+    for (int group = 0; group < K::columns; ++group) {
+#pragma unroll
+        for (int i = 0; i < Tokens::count; ++i) {
+            const u32 token = Tokens::token_of(group, i, lane);
+            if (token >= rows) continue;
+            const u32 task = token * tasks.blocks + first / BLOCK;
+            const u32 to = shared_of(exchange + tasks.place(task, rank) + (first % BLOCK + (lane >> 2)) * 4, tasks.owner(task));
+#pragma unroll
+            for (int tile = 0; tile < J; ++tile) {
+                store_remote(to + 64 * tile, totals[tile][group][0][i]);
+                store_remote(to + 64 * tile + 32, totals[tile][group][1][i]);
+            }
+        }
+    }
+}
+
+// What a warp does at once of the tasks of its block: memory is asked for all of it beforehand.
+constexpr int TOGETHER = 2;
+
+template <int J, int TILE_ROWS>
+__device__ __forceinline__ void finish_together(const NarrowArgs& args, const Strip& strip, u32 exchange, u32 warp, int lane) {
+    const NarrowShard& shard = args.shards[strip.shard];
+    const TogetherTasks tasks = TogetherTasks::of<J>(args, strip);
+    const u32 rows = min(static_cast<u32>(TILE_ROWS), args.rows - blockIdx.y * TILE_ROWS), rank = rank_in_cluster();
+    const u32 count = rows * tasks.blocks, step = WARPS << tasks.shift;
+    u32 task = warp << tasks.shift | rank, token[TOGETHER], column[TOGETHER];
+    uint2 svh[TOGETHER];
+    const auto prepare = [&] {
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const u32 index = min(task + i * step, count - 1);
+            token[i] = quotient(index, tasks.blocks), column[i] = strip.channel + (index - token[i] * tasks.blocks) * BLOCK + 4 * lane;
+            svh[i] = *reinterpret_cast<const uint2*>(shard.svh + column[i]);
+        }
+    };
+    const bool finishes = rank < 1u << tasks.shift;
+    if (finishes) prepare();
+    sync_cluster();
+    if (!finishes) return;
+    while (task < count) {
+        float sums[TOGETHER][4] = {};
+        for (u32 block = 0; block < tasks.parts; ++block) {
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                u32 part[4];
+                SharedWords{exchange + tasks.place(task + i * step < count ? task + i * step : task, block) + 16 * lane}.run(part, 0);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sums[i][j] += __uint_as_float(part[j]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (task + i * step < count) finish_token(args, shard, sums[i], svh[i], column[i], blockIdx.y * TILE_ROWS + token[i], lane);
+        task += TOGETHER * step;
+        if (task < count) prepare();
+    }
+}
+#endif
