@@ -4,8 +4,8 @@
 // Hadamard transform wants 128 channels of a token in one warp. A fence and a counter would cost three trips to the L2 after the last
 // product; words that are waited for themselves cost one. narrow_ends.cuh decides which block finishes what.
 #pragma once
-#include "hadamard.cuh"
 #include "narrow_products.cuh"
+#include "store.cuh"
 
 struct Strip {
     u32 shard, index;             // index: in the launch's list of strips
@@ -81,31 +81,6 @@ __device__ __forceinline__ void store_piece(const NarrowArgs& args, const Totals
     }
 }
 
-// H, svh, bias, crop and cast of a lane's four channels of a token.
-__device__ __forceinline__ void finish_token(const NarrowArgs& args, const NarrowShard& shard, float (&v)[4], uint2 packed_svh, u32 column,
-                                             u32 row, int lane) {
-    hadamard128(v, lane);
-    const u16 svh[4] = {u16(packed_svh.x), u16(packed_svh.x >> 16), u16(packed_svh.y), u16(packed_svh.y >> 16)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = v[i] * HADAMARD_SCALE * half_to_float(svh[i]);
-    const u32 kept = column - shard.crop_start;  // wraps below the crop, so one comparison serves both ends
-    const i64 at = row * args.out_stride + shard.out_column + kept;
-    u16* const out = static_cast<u16*>(args.out) + at;
-    if (args.bias == nullptr && args.out_type != F32 && kept < shard.crop_size && shard.crop_size - kept >= 4 && reinterpret_cast<u64>(out) % 8 == 0) {
-        u32 bits[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) bits[i] = args.out_type == F16 ? float_to_half(v[i]) : float_to_bfloat(v[i]);
-        *reinterpret_cast<uint2*>(out) = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
-        return;
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        if (kept + i >= shard.crop_size) continue;
-        if (args.bias != nullptr) v[i] += load_element(args.bias, shard.out_column + (kept + i), args.bias_type);
-        store_element(args.out, row * args.out_stride + shard.out_column + (kept + i), args.out_type, v[i]);
-    }
-}
-
 // Whether a block finishes a share of a strip that it has a piece of: decided by the one that counted itself LAST, or by itself when it
 // ends before that.
 enum Turn : u32 { OPEN = MISSING, MINE = 1, LEFT = 2, LAST = 3 };
@@ -126,7 +101,7 @@ __device__ __forceinline__ void finish_tasks(const NarrowArgs& args, const Strip
         const u32 token = quotient(task, blocks), channel = (task - token * blocks) * BLOCK + 4 * lane;
         const uint2 svh = *reinterpret_cast<const uint2*>(shard.svh + strip.channel + channel);
         const float4* from = reinterpret_cast<const float4*>(pieces + token * channels + channel);
-        float sums[4];
+        float4 total;
         bool missing;
         do {
             missing = false;
@@ -135,7 +110,7 @@ __device__ __forceinline__ void finish_tasks(const NarrowArgs& args, const Strip
                 if (now == LEFT) return;
                 missing = now == OPEN;
             }
-            float4 total = {};
+            total = {};
             for (u32 piece = 0; piece < count; piece += AT_ONCE) {
                 float4 parts[AT_ONCE];
 #pragma unroll
@@ -150,8 +125,7 @@ __device__ __forceinline__ void finish_tasks(const NarrowArgs& args, const Strip
                         if (piece + i < count) missing |= any_missing(parts[i]);
                 }
             }
-            sums[0] = total.x, sums[1] = total.y, sums[2] = total.z, sums[3] = total.w;
         } while (__any_sync(0xffffffffu, missing));
-        finish_token(args, shard, sums, svh, strip.channel + channel, blockIdx.y * TILE_ROWS + token, lane);
+        store_token(args, shard, total, 1.0f, svh, strip.channel + channel, blockIdx.y * TILE_ROWS + token, lane);
     }
 }

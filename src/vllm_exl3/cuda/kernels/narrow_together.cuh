@@ -79,7 +79,9 @@ __device__ __forceinline__ void finish_together(const NarrowArgs& args, const St
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i)
-            if (task + i * step < count) finish_token(args, shard, sums[i], svh[i], column[i], blockIdx.y * TILE_ROWS + token[i], lane);
+            if (task + i * step < count)
+                store_token(args, shard, {sums[i][0], sums[i][1], sums[i][2], sums[i][3]}, 1.0f, svh[i], column[i],
+                            blockIdx.y * TILE_ROWS + token[i], lane);
         task += TOGETHER * step;
         if (task < count) prepare();
     }

@@ -21,23 +21,37 @@ __device__ __forceinline__ bool add_blocks(float4 (&sums)[GROUPS], WideBlock& bl
     float4* mine = partials(blockIdx.x);
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) __stcg(mine + j * WIDE_THREADS, sums[j]);
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
         u32* counter = &args.counters[blockIdx.y * args.total_strips + args.shards[segment.shard].first_strip + segment.strip];
-        *block.last = atomicInc(counter, last - first) == last - first;
+        u32 before;
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");  // after the barrier it covers what the whole block wrote
+        asm volatile("atom.acquire.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last - first) : "memory");
+        *block.last = before == last - first;
     }
     __syncthreads();
     if (!*block.last) return false;
-    __threadfence();
+    constexpr u32 AT_ONCE = GROUPS > 8 ? 1 : 8 / GROUPS;  // blocks whose sums are on their way together
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) sums[j] = make_float4(0, 0, 0, 0);
-    for (u32 from = first; from <= last; ++from) {
-        const float4* other = partials(from);
+#pragma unroll 1
+    for (u32 from = first; from <= last; from += AT_ONCE) {
+        float4 parts[AT_ONCE][GROUPS];
 #pragma unroll
-        for (int j = 0; j < GROUPS; ++j) {
-            const float4 v = __ldcg(other + j * WIDE_THREADS);
-            sums[j].x += v.x, sums[j].y += v.y, sums[j].z += v.z, sums[j].w += v.w;
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            if (from + i > last) continue;
+            const float4* other = partials(from + i);
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j) parts[i][j] = __ldcg(other + j * WIDE_THREADS);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            if (from + i > last) continue;
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j) {
+                const float4& v = parts[i][j];
+                sums[j].x += v.x, sums[j].y += v.y, sums[j].z += v.z, sums[j].w += v.w;
+            }
         }
     }
     return true;
@@ -49,17 +63,44 @@ __device__ __forceinline__ void stage(float* outputs, const float4& sum, int fir
     row[0] = sum.x, row[OUTPUT_PITCH] = sum.y, row[8] = sum.z, row[OUTPUT_PITCH + 8] = sum.w;
 }
 
-// Stores `count` staged tokens, of which this warp takes every `step`-th.
-__device__ __forceinline__ void store_staged(const WideBlock& block, const WideSegment& segment, const float* outputs, u32 column,
-                                             u32 first_row, u32 count, u32 first, u32 step) {
+// What storing a strip needs from memory, asked for before the sums are exchanged.
+template <int TOKENS>
+struct StripOutputs {
+    uint2 svh;
+    float undo[TOKENS / 32];  // of token lane, lane + 32, ... of the tile
+
+    __device__ __forceinline__ StripOutputs(const WideBlock& block, const WideSegment& segment, u32 column, u32 first_row, u32 rows) {
+        const LinearArgs& args = block.args;
+        const ShardArgs& shard = args.shards[segment.shard];
+        svh = column < shard.out_features ? *reinterpret_cast<const uint2*>(shard.svh + column) : make_uint2(0, 0);
+#pragma unroll
+        for (u32 i = 0; i < TOKENS / 32; ++i) {
+            undo[i] = 0.0f;
+            if (32 * i < rows) undo[i] = args.scales[segment.shard * args.rows + first_row + min(32 * i + block.lane, rows - 1)];
+        }
+    }
+    __device__ __forceinline__ float undo_of(u32 token) const {
+        float mine = __shfl_sync(0xffffffffu, undo[0], token & 31);  // selecting before would put them in local memory
+#pragma unroll
+        for (u32 i = 1; i < TOKENS / 32; ++i) {
+            const float other = __shfl_sync(0xffffffffu, undo[i], token & 31);
+            if (token / 32 == i) mine = other;
+        }
+        return mine;
+    }
+};
+
+// Stores `count` staged tokens from `first_token` of the tile on, of which this warp takes every `step`-th.
+template <int TOKENS>
+__device__ __forceinline__ void store_staged(const WideBlock& block, const WideSegment& segment, const StripOutputs<TOKENS>& strip, const float* outputs,
+                                             u32 column, u32 first_row, u32 first_token, u32 count, u32 first, u32 step) {
     const LinearArgs& args = block.args;
     const ShardArgs& shard = args.shards[segment.shard];
     if (column >= shard.out_features) return;
-    const uint2 svh = *reinterpret_cast<const uint2*>(shard.svh + column);
     for (u32 token = first; token < count; token += step) {
         const float4 value = *reinterpret_cast<const float4*>(outputs + token * OUTPUT_PITCH + 4 * block.lane);
-        const u32 row = first_row + token;
-        store_token(args, shard, value, args.scales[segment.shard * args.rows + row], svh, column, row, block.lane);
+        const float undo = strip.undo_of(first_token + token);
+        store_token(args, shard, value, undo, strip.svh, column, first_row + first_token + token, block.lane);
     }
 }
 
@@ -72,7 +113,8 @@ __device__ __forceinline__ void finish_wide(float (&sums)[TOKENS / 2], WideBlock
     if constexpr (SPLIT_K) {
         // Each pair finishes half of the tokens: it gives the other its sums of the other half, and takes its own.
         constexpr int GROUPS = TOKENS / 16;
-        const u32 thread = threadIdx.x % PAIR_THREADS;
+        const u32 thread = threadIdx.x % PAIR_THREADS, column = segment.strip * STRIP + 4 * block.lane;
+        const StripOutputs<TOKENS> strip(block, segment, column, first_row, rows);
         float4* exchange = reinterpret_cast<float4*>(block.staging);
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
@@ -90,10 +132,11 @@ __device__ __forceinline__ void finish_wide(float (&sums)[TOKENS / 2], WideBlock
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) stage(block.staging, totals[j], 8 * (block.pair * GROUPS + j), pair_warp, block.lane);
         __syncthreads();
-        store_staged(block, segment, block.staging, segment.strip * STRIP + 4 * block.lane, first_row, rows, threadIdx.x / 32,
-                     WIDE_THREADS / 32);
+        store_staged(block, segment, strip, block.staging, column, first_row, 0, rows, threadIdx.x / 32, WIDE_THREADS / 32);
         __syncthreads();
     } else {
+        const u32 column = (2 * segment.strip + block.pair) * STRIP + 4 * block.lane;
+        const StripOutputs<TOKENS> strip(block, segment, column, first_row, rows);
         float4 totals[TOKENS / 8];
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; ++j) totals[j] = group(j);
@@ -105,8 +148,7 @@ __device__ __forceinline__ void finish_wide(float (&sums)[TOKENS / 2], WideBlock
 #pragma unroll
             for (int j = 0; j < CHUNK / 8; ++j) stage(outputs, totals[chunk * CHUNK / 8 + j], 8 * j, pair_warp, block.lane);
             __syncthreads();
-            store_staged(block, segment, outputs, (2 * segment.strip + block.pair) * STRIP + 4 * block.lane, first_row + chunk * CHUNK,
-                         min(CHUNK, rows - chunk * CHUNK), pair_warp, PAIR_WARPS);
+            store_staged(block, segment, strip, outputs, column, first_row, chunk * CHUNK, min(CHUNK, rows - chunk * CHUNK), pair_warp, PAIR_WARPS);
             __syncthreads();
         }
     }
