@@ -95,6 +95,8 @@ struct NarrowBlock {
                 else load_input(raw, args, at, rotations.whole, lane);
             }
             if (announces()) ends.mark_missing(lane);
+            // A block whose items all fit its rings lets nobody ask for more weights before everybody has asked for input. As measured.
+            if (K::half_bits <= 8 && rotations.spread && !begun() && end - item <= RING) __syncthreads();
             if (ASKS_LATER<K, List> && !begun() && rotations.more()) return ASKED_FIRST;
         } else {
             wait_for_previous();
