@@ -13,15 +13,15 @@ __all__ = ["COLUMN_CHANNELS", "Cut", "choose_cut", "clustered"]
 COLUMN_CHANNELS = 256
 """Output channels of a strip for each tile column of a warp."""
 
-_ITEM_US, _COLUMN_US = 0.12, 0.73
+_ITEM_US, _COLUMN_US = 0.12, 0.66
 """Microseconds of an item of 128 × 256 weights on one multiprocessor of an H200, and of each tile column of it."""
 
-_END_US, _COLUMN_END_US, _SECOND_END_US = 0.5, 0.5, 2.0
+_END_US, _COLUMN_END_US, _SECOND_END_US = 0.5, 0.5, 0.8
 """Of ending a piece of a strip, and each tile column of it; of a second end in a block."""
 
-_EXCHANGE_US, _CLUSTER_US, _ADD_US, _AT_ONCE, _ROUND_US = 0.9, 0.3, 0.0092, 8, 0.6
+_EXCHANGE_US, _CLUSTER_US, _ADD_US, _ALONE_TOKENS = 0.9, 0.3, 0.004, 4
 """Of waiting for other blocks' pieces, through memory or in a cluster; of adding up a piece, for each token and tile
-column; pieces that are read at once, and what every further round of reads costs. From measurements on an H200
+column; the tokens up to which one block does that for a whole strip. From measurements on an H200
 (docs/kernels-gpu.md)."""
 
 
@@ -69,6 +69,11 @@ def _end_us(columns: int) -> float:
     return _END_US + _COLUMN_END_US * columns
 
 
+def _add_us(columns: int, tokens: int, pieces: float) -> float:
+    """Of adding up the pieces of a strip: with more tokens its blocks share that."""
+    return _ADD_US * columns * tokens * (pieces if tokens <= _ALONE_TOKENS else 1)
+
+
 def _strips(shards: Sequence[Shard], columns: int) -> list[int]:
     return [-(-shard.out_features // (COLUMN_CHANNELS * columns)) for shard in shards]
 
@@ -78,7 +83,7 @@ def _of_list(shards: Sequence[Shard], limits: GpuLimits, columns: int, tokens: i
     strips = _strips(shards, columns)
     items = sum(count * (shard.in_features // BLOCK) for count, shard in zip(strips, shards, strict=True))
     blocks = min(limits.multiprocessors, items)
-    ends = _end_us(columns) + _SECOND_END_US + _EXCHANGE_US + (1 + blocks / sum(strips)) * _ADD_US * tokens * columns
+    ends = _end_us(columns) + _SECOND_END_US + _EXCHANGE_US + _add_us(columns, tokens, 1 + blocks / sum(strips))
     return [(-(-items // blocks) * _item_us(columns) + ends, Cut(columns, 0, blocks))]
 
 
@@ -90,8 +95,7 @@ def _of_strips(shards: Sequence[Shard], limits: GpuLimits, columns: int, tokens:
             if parts > 1 and strips * parts > limits.multiprocessors:
                 break
             cut = Cut(columns, parts, strips * parts)
-            exchange = (parts > 1) * _EXCHANGE_US + parts * _ADD_US * tokens * columns
-            exchange += (-(-parts // _AT_ONCE) - 1) * _ROUND_US
+            exchange = (parts > 1) * _EXCHANGE_US + _add_us(columns, tokens, parts)
             waves = -(-cut.blocks // limits.multiprocessors)
             each = -(-depth // parts) * _item_us(columns) + _end_us(columns)
             found.append((waves * each + (_CLUSTER_US if clustered(cut, limits) else exchange), cut))
