@@ -114,10 +114,11 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
     // Weights never change: they are fetched before the kernel ahead has finished. All else waits for it, in `keep`.
     block.start(shared_address(memory) + warp * Block::ring_bytes, begin, end);
     let_next_start();
-    if (!CLUSTER && warp == block.ends.announcer) block.ends.prepare(args, begin, end, lane);
+    if (!CLUSTER && warp == block.ends.announcer) block.ends.prepare(args, lane);
 
+    Strip strip{};
     for (u32 at = begin; at < end;) {
-        Strip strip{};
+        if (WARPGROUPS) strip.shard = 0;  // looked for again: there no register is left to keep it, elsewhere none to look for it
         strip.find(args, at, WARPS * J * 16);
         const u32 piece_end = min(end, strip.end_item);
         dispatch(List{}, args.shards[strip.shard].kind, block, strip, at, piece_end);

@@ -47,7 +47,8 @@ struct StripEnds {
     BlockPieces& pieces;     // shared memory
 
     // Before the kernel ahead has ended.
-    __device__ __forceinline__ void prepare(const NarrowArgs& args, u32 begin, u32 end, int lane) const {
+    __device__ __forceinline__ void prepare(const NarrowArgs& args, int lane) const {
+        const auto [begin, end] = Range(args, computed_here(blockIdx.x));
         const u32 stride = piece_stride<J>(args, TILE_ROWS) / 4;
         Strip strip{};
 #pragma unroll 1
