@@ -118,7 +118,7 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
 
     Strip strip{};
     for (u32 at = begin; at < end;) {
-        if (WARPGROUPS) strip.shard = 0;  // looked for again: there no register is left to keep it, elsewhere none to look for it
+        if (WARPGROUPS) strip.shard = 0;  // looked for again: no register is left to keep it
         strip.find(args, at, WARPS * J * 16);
         const u32 piece_end = min(end, strip.end_item);
         dispatch(List{}, args.shards[strip.shard].kind, block, strip, at, piece_end);
@@ -128,6 +128,7 @@ __device__ __forceinline__ void narrow(const NarrowArgs& args) {
             return;
         }
 #endif
+        if (!WARPGROUPS) strip = {}, strip.find(args, computed_here(piece_end) - 1, WARPS * J * 16);  // the same there
         block.ends.add(args, strip, warp, computed_here(lane));
         at = piece_end;
     }
