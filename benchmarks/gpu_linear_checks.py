@@ -124,7 +124,10 @@ def check_every_kind(checks: Checks, seed: int) -> None:
 
 
 def check_scratch(checks: Checks, seed: int) -> None:
-    """Several tiles of tokens in memory full of ones: neither counters nor sums may begin with what was there."""
+    """Several tiles of tokens in memory that was used: neither counters nor sums may begin with what was there.
+
+    Ones in every bit are what a missing sum looks like, ones in every word say that others finish a strip.
+    """
     shard, limits = Shard(8, Codebook.MUL1, 1024, 896, 0, 896), runtime.device(torch.cuda.current_device()).limits
     tensors, layout, x = random_weights(shard, seed), pack_shards([shard]), torch.randn(37, 1024, device="cuda")
     prepare([[shard]], forms())
@@ -132,10 +135,11 @@ def check_scratch(checks: Checks, seed: int) -> None:
     for form in forms():
         for rotated in (None,) if form.wide else (False, True):
             size = linear.plan((shard,), 37, 1024, form, limits, rotated=rotated).scratch
-            used = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for _ in range(4)]
-            del used
-            found = linear.linear(x, *tensors, None, layout, form=form, rotated=rotated)
-            checks.compare(f"used scratch {form.name} rotated {rotated}", "scratch", found, expected)
+            for word in (-1, 1):
+                used = [torch.full((size // 4,), word, dtype=torch.int32, device="cuda") for _ in range(4)]
+                del used
+                found = linear.linear(x, *tensors, None, layout, form=form, rotated=rotated)
+                checks.compare(f"used scratch {word} {form.name} rotated {rotated}", "scratch", found, expected)
 
 
 def check_fast(checks: Checks, seed: int) -> None:
