@@ -115,13 +115,14 @@ def _layer(case: Case) -> tuple[tuple[Shard, ...], list[tuple[torch.Tensor, torc
     return tuple(shards), tensors
 
 
-def _run(library: ctypes.CDLL, case: Case, x: torch.Tensor) -> torch.Tensor:
+def _run(library: ctypes.CDLL, case: Case, x: torch.Tensor, stale: np.ndarray | None = None) -> torch.Tensor:
+    """Results of a launch; ``stale`` are words that scratch may hold before, else 1, that of a taken share."""
     shards, tensors = _layer(case)
     plan: LinearPlan = plan_narrow(shards, x.shape[0], case.width, case.form, LIMITS, case.cut, case.rotated)
     memory, arguments = Memory(), plan.arguments_type.from_buffer_copy(plan.arguments)
     out = torch.full((x.shape[0], plan.out_features), float("nan"), dtype=x.dtype)
-    # Whatever lay there before, here words that say of every block that it finishes a share of its strips.
-    scratch = memory.place(np.full(plan.scratch // 4, 1, np.uint32))
+    words = np.array([1], np.uint32) if stale is None else stale
+    scratch = memory.place(np.random.default_rng(len(words)).choice(words, plan.scratch // 4))
     for name, offset in plan.scratch_parts.items():
         setattr(arguments, name, scratch + offset)
     if plan.counters:
@@ -156,6 +157,18 @@ def test_against_float64(library: ctypes.CDLL, name: str) -> None:
     error = ((found.double() - expected).norm() / expected.norm()).item()
     assert error < (1.5e-2 if case.form.fast else 4e-3 if case.dtype == torch.bfloat16 else 6e-4)
     assert torch.equal(_run(library, case, x[-1:].contiguous()), found[-1:])  # a row alone
+
+
+@pytest.mark.parametrize("name", ("one token, equal parts", "kinds, cut anywhere", "decoded, 16 tokens"))
+def test_what_scratch_held_before_says_nothing(library: ctypes.CDLL, name: str) -> None:
+    """Words of another launch or of anybody else, among them those that mean something: turns, missing sums, NaN."""
+    case = CASES[name]
+    x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(2)).to(case.dtype)
+    expected = _run(library, case, x)
+    meant = np.array([0, 1, 2, 3, 0xFFFFFFFF, 0x7FFFFFFF, 0x3F800000], np.uint32)
+    anything = np.random.default_rng(3).integers(0, 1 << 32, 1000, np.uint32)
+    for stale in (meant, np.concatenate([np.repeat(meant, 100), anything])):
+        assert torch.equal(_run(library, case, x, stale), expected)
 
 
 @pytest.mark.parametrize("name", ("four tokens, two columns a warp", "decoded, 8 tokens"))
