@@ -1,5 +1,6 @@
 """What gpu_moe_summary.py finds in timings of routed experts."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -60,3 +61,13 @@ def test_the_table_names_others_by_how_many_times_as_long_they_take() -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1] == "10.0 (2.50 / –)"
     assert cells[4] == "200"
+
+
+def test_the_committed_timings_have_no_cliffs_and_mixing_costs_little() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "moe.json"
+    timed = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    found = json.loads(json.dumps(summaries(timed)))
+    assert [row for row in timed if row["kernel"] == SUMMARY] == found
+    assert len(found) > 5
+    assert not any(row.get("cliffs") for row in found)
+    assert max(found[-1]["ratios"].values()) <= 1.05
