@@ -90,6 +90,16 @@ def test_windows_follow_one_another(device: NotingDevice, monkeypatch: pytest.Mo
         assert (launch.x, launch.out) == (x[16 * index].data_ptr(), out[16 * index].data_ptr())
 
 
+def test_a_launch_without_scratch_has_no_more_row_tiles_than_a_grid_takes() -> None:
+    shards, limits = (Shard(8, 2, 4096, 4096, 0, 4096),), GpuLimits("sm_100a", 148, 232448, ((2, 74), (4, 36), (8, 16)))
+    assert linear.plan(shards, 16, 4096, Form(False, 16), limits).scratch == 0  # a cluster's sums stay in its memory
+    (whole, _), (rest, launch) = linear._way_to_serve(
+        shards, 1 << 20, 4096, limits, (True, "default"), Form(False, 16), None, None
+    )
+    assert (whole.start, whole.stop, rest.start) == (0, 65535 * 16, 65535 * 16)
+    assert launch.grid[1] == 1
+
+
 def test_a_call_like_an_earlier_one_decides_nothing_again(
     device: NotingDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,9 @@ __all__ = ["choose_form", "instances", "linear", "prepare"]
 _WINDOW_BYTES = 32 << 20
 """Scratch of one call stays near this size: more rows are served in windows."""
 
+_MOST_TILES = 65535
+"""Row tiles of one launch: what CUDA takes as a grid's second size."""
+
 
 def linear(
     x: torch.Tensor,
@@ -185,7 +188,7 @@ def plan(
 def _window_rows(shards: tuple[Shard, ...], in_width: int, form: Form, limits: GpuLimits) -> int:
     """Rows of one launch, a whole number of tiles."""
     tile = plan(shards, form.tile_rows, in_width, form, limits)
-    return form.tile_rows * max(1, _WINDOW_BYTES // max(1, tile.scratch))
+    return form.tile_rows * min(_MOST_TILES, max(1, _WINDOW_BYTES // max(1, tile.scratch)))
 
 
 def _launch(
