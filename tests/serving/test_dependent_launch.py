@@ -97,6 +97,19 @@ def test_nothing_is_asked_for_outside_of_vllm(monkeypatch: pytest.MonkeyPatch) -
     let_compiled_kernels_overlap(None)
 
 
+@pytest.mark.parametrize(("variable", "expected"), [("auto", {}), ("1", {INDUCTOR_OPTION: True})])
+def test_layers_that_are_built_without_a_model_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, variable: str, expected: dict[str, bool]
+) -> None:
+    monkeypatch.setattr(dependent_launch, "current_platform", Platform(90))
+    monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(inductor_compile_config={}), lora_config=None, model_config=None
+    )
+    let_compiled_kernels_overlap(config)
+    assert config.compilation_config.inductor_compile_config == expected
+
+
 def test_inductor_takes_the_option() -> None:
     with inductor.patch({INDUCTOR_OPTION: True}):
         assert inductor.triton.enable_pdl

@@ -10,7 +10,7 @@ wait before they touch what is not constant, and in every launch some block wait
 before it. Read in torch 2.11 and 2.13.
 """
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_exl3 import env
@@ -37,10 +37,10 @@ def _every_kernel_waits(config: VllmConfig) -> bool:
     """Whether what is launched early waits, so that the end of a kernel is that of all before it.
 
     Inductor's kernels that only fill a buffer do not wait, and layers that carry a state have them; nor do vLLM's
-    kernels for adapters, some of which it launches early.
+    kernels for adapters, some of which it launches early. Of layers outside of a model nothing is known.
     """
-    model = config.model_config
-    return config.lora_config is None and not (model.is_hybrid or model.is_attention_free)
+    model: ModelConfig | None = config.model_config
+    return config.lora_config is None and model is not None and not (model.is_hybrid or model.is_attention_free)
 
 
 def _device_overlaps() -> bool:
