@@ -1,7 +1,5 @@
 """Every environment variable this package reads, with its type, default and meaning; all are called ``VLLM_EXL3_*``."""
 
-import importlib.util
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from vllm_exl3.env_variable import (
     VariableError,
     choice,
     existing_or_new_folder,
+    ngram_kernel,
     rows_or_auto,
     whole,
     yes_or_no,
@@ -47,18 +46,6 @@ __all__ = [
     "user_cache",
     "validate",
 ]
-
-logger = logging.getLogger("vllm.exl3")
-
-
-def _ngram_kernel(text: str) -> str:
-    """Kernels by the names that earlier plugins used as well."""
-    name = choice("auto", "native", "torch", "exllamav3", "ext")(text)
-    if name == "ext":
-        name = "exllamav3" if importlib.util.find_spec("exllamav3") else "native"
-        logger.info("VLLM_EXL3_NGRAM_KERNEL=ext means %s here", name)
-    return "reference" if name == "torch" else name
-
 
 LINEAR_KERNEL = Variable(
     "VLLM_EXL3_LINEAR_KERNEL",
@@ -166,7 +153,7 @@ EMBEDDING_KERNEL = Variable(
 NGRAM_KERNEL = Variable(
     "VLLM_EXL3_NGRAM_KERNEL",
     "auto",
-    _ngram_kernel,
+    ngram_kernel,
     "Which kernels decode rows of n-gram tables: auto takes the fastest that runs here; native are this package's, "
     "torch is plain PyTorch, exllamav3 that package's where it is installed beside a GPU, ext is another name for "
     "exllamav3 where it is installed, else for native.",

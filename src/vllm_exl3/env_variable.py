@@ -4,12 +4,25 @@ A value that does not parse is an error naming the variable, its value and what 
 change how a model is served. The variables themselves stand in ``env.py``.
 """
 
+import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Variable", "VariableError", "choice", "existing_or_new_folder", "rows_or_auto", "whole", "yes_or_no"]
+__all__ = [
+    "Variable",
+    "VariableError",
+    "choice",
+    "existing_or_new_folder",
+    "ngram_kernel",
+    "rows_or_auto",
+    "whole",
+    "yes_or_no",
+]
+
+logger = logging.getLogger("vllm.exl3")
 
 T = TypeVar("T")
 
@@ -70,6 +83,15 @@ def choice(*values: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def ngram_kernel(text: str) -> str:
+    """Take kernels of n-gram tables, also by the names that earlier plugins used."""
+    name = choice("auto", "native", "torch", "exllamav3", "ext")(text)
+    if name == "ext":
+        name = "exllamav3" if importlib.util.find_spec("exllamav3") else "native"
+        logger.info("VLLM_EXL3_NGRAM_KERNEL=ext means %s here", name)
+    return "reference" if name == "torch" else name
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
