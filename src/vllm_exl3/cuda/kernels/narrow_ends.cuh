@@ -26,7 +26,8 @@ __device__ __forceinline__ u32 arrive(u32* counter, u32 last) {
     asm volatile("atom.acquire.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
     return before;
 }
-// Sets a turn that is OPEN; gives what it was.
+// Sets a turn that is OPEN; gives what it was. No fence stands around it: pieces of third blocks were marked, fenced and counted before
+// anybody set MINE, and who finds that reads them behind a branch on it, from the L2, where all of this took place.
 __device__ __forceinline__ u32 decide(u32* turn, u32 wanted) {
     u32 before;
     asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(turn), "r"(u32(OPEN)), "r"(wanted) : "memory");
