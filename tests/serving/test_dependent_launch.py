@@ -59,14 +59,18 @@ def test_when_it_is_asked_for(
         ("auto", {"hybrid": True}, None),
         ("auto", {"attention_free": True}, None),
         ("auto", {"adapters": True}, None),
+        ("auto", {"others": (False, False)}, True),
+        ("auto", {"others": (True, False)}, None),
+        ("auto", {"others": (False, True)}, None),
         ("1", {"hybrid": True}, True),
         ("1", {"adapters": True}, True),
         ("0", {}, None),
     ],
 )
 def test_models_whose_kernels_do_not_all_wait_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, variable: str, model: dict[str, bool], expected: bool | None
+    monkeypatch: pytest.MonkeyPatch, variable: str, model: dict[str, Any], expected: bool | None
 ) -> None:
+    """One with a state as target or draft leaves the other out, too: both have the same options."""
     monkeypatch.setattr(dependent_launch, "current_platform", Platform(90))
     assert asked(monkeypatch, variable, {}, **model).get(INDUCTOR_OPTION) is expected
 
@@ -78,15 +82,20 @@ def asked(
     hybrid: bool = False,
     attention_free: bool = False,
     adapters: bool = False,
+    others: tuple[bool, bool] | None = None,
 ) -> dict[str, bool]:
-    """What a model's compiler is told."""
+    """What a model's compiler is told; ``others``: whether a target and a draft carry a state, where there are two."""
     monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
     options = dict(before)
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(inductor_compile_config=options),
         lora_config=object() if adapters else None,
         model_config=SimpleNamespace(is_hybrid=hybrid, is_attention_free=attention_free),
+        speculative_config=None,
     )
+    if others is not None:
+        target, draft = (SimpleNamespace(is_hybrid=state, is_attention_free=False) for state in others)
+        config.speculative_config = SimpleNamespace(target_model_config=target, draft_model_config=draft)
     let_compiled_kernels_overlap(config)
     return options
 
@@ -104,7 +113,10 @@ def test_layers_that_are_built_without_a_model_are_left_out(
     monkeypatch.setattr(dependent_launch, "current_platform", Platform(90))
     monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
     config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(inductor_compile_config={}), lora_config=None, model_config=None
+        compilation_config=SimpleNamespace(inductor_compile_config={}),
+        lora_config=None,
+        model_config=None,
+        speculative_config=None,
     )
     let_compiled_kernels_overlap(config)
     assert config.compilation_config.inductor_compile_config == expected

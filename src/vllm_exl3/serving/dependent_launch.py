@@ -39,8 +39,15 @@ def _every_kernel_waits(config: VllmConfig) -> bool:
     Inductor's kernels that only fill a buffer do not wait, and layers that carry a state have them; nor do vLLM's
     kernels for adapters, some of which it launches early. Of layers outside of a model nothing is known.
     """
-    model: ModelConfig | None = config.model_config
-    return config.lora_config is None and model is not None and not (model.is_hybrid or model.is_attention_free)
+    models = _models_that_share_options(config)
+    return config.lora_config is None and models != [] and not any(m.is_hybrid or m.is_attention_free for m in models)
+
+
+def _models_that_share_options(config: VllmConfig) -> list[ModelConfig]:
+    """The model that is being built, and its target or draft: vLLM hands both compilers one dictionary of options."""
+    speculation = config.speculative_config
+    others = [] if speculation is None else [speculation.target_model_config, speculation.draft_model_config]
+    return [model for model in (config.model_config, *others) if model is not None]
 
 
 def _device_overlaps() -> bool:
