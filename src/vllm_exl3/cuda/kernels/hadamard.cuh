@@ -38,3 +38,24 @@ __device__ __forceinline__ void hadamard128_part(float (&v)[VALUES], int lane) {
     }
     if constexpr (VALUES == 16) in_lane(8);
 }
+
+// Sums and differences of two groups of values, in place.
+__device__ __forceinline__ void butterfly(float& low, float& high) {
+    const float sum = low + high;
+    high = low - high, low = sum;
+}
+template <class T, int COUNT>
+__device__ __forceinline__ void butterfly(T (&low)[COUNT], T (&high)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) butterfly(low[i], high[i]);
+}
+
+// An unscaled Hadamard transform over a lane's own eight groups of values.
+template <class T>
+__device__ __forceinline__ void hadamard8(T (&groups)[8]) {
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (!(i & step)) butterfly(groups[i], groups[i + step]);
+}

@@ -76,19 +76,6 @@ __device__ __forceinline__ void rotate_eight(float (&sums)[8][4], const uint4 (&
     }
 }
 
-__device__ __forceinline__ void add_steps(float (&sums)[8][4]) {
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-        for (int t = 0; t < 8; ++t)
-            if (!(t & step))
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float low = sums[t][i], high = sums[t + step][i];
-                    sums[t][i] = low + high, sums[t + step][i] = low - high;
-                }
-}
-
 // v [bit 6][channel]: both rows', with their scales.
 __device__ __forceinline__ void add_two(float (&v)[16], const float (&sums)[8][4], const uint4 (&scales)[2][2], const float (&factors)[2]) {
 #pragma unroll
@@ -180,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_ROWS_THREADS, 4) exl3_moe_c
             eight.take(down, all, choice % 32, lane);
         }
         if (block < blocks) eight.load(raw, block);  // the next are on their way while these are added up
-        add_steps(sums);
+        hadamard8(sums);
         add_two(v, sums, scales, factors);
         if (block < blocks) eight.load_scales(scales, block);
         fold<16>(half, v, lane, 1);

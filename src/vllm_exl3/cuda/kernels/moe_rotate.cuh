@@ -5,6 +5,7 @@
 // values, since the eight products of a 128-block differ in just these bits. Inputs are rounded to fp16 before the
 // transform; all else is float32.
 #pragma once
+#include "hadamard.cuh"
 #include "mma.cuh"
 #include "moe_rows.cuh"
 
@@ -58,20 +59,7 @@ __device__ __forceinline__ void convert_scales(float (&v)[8], const uint4& raw) 
 
 // The three steps over a lane's own values. After them sums[2u + b2][tile][i] is row g (i < 2) or g + 8 of the channel whose
 // bits 6, 5 are u, bit 4 is the tile, bits 3 and 1 are q's, bit 2 is b2 and bit 0 is i's.
-__device__ __forceinline__ void rotate_rest(float (&sums)[8][2][4]) {
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-        for (int t = 0; t < 8; ++t)
-            if (!(t & step))
-#pragma unroll
-                for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float low = sums[t][tile][i], high = sums[t + step][tile][i];
-                        sums[t][tile][i] = low + high, sums[t + step][tile][i] = low - high;
-                    }
-}
+__device__ __forceinline__ void rotate_rest(float (&sums)[8][2][4]) { hadamard8(sums); }
 
 __device__ __forceinline__ void multiply_signs(float (&sums)[2][4], const u32 (&a)[4], const Signs& signs) {
 #pragma unroll

@@ -41,6 +41,36 @@ __device__ __forceinline__ void store_shared(u32 address, u32 first, u32 second,
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first), "r"(second), "r"(third), "r"(fourth) : "memory");
 }
 
+// A lane's part of a token of 15-bit integers, kept as 128·high + low in two planes of bytes.
+template <class R>
+struct TwoPlanes {
+    int high_sum = 0, low_sum = 0;
+
+    // Two neighbours of k; `place` is that of their high bytes.
+    __device__ __forceinline__ void store(u32 place, float first, float second, float factor) {
+        const float v[2] = {first, second};
+        u32 high[2], low[2];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const int a = __float2int_rn(v[b] * factor), most = (a + 64) >> 7, rest = a - 128 * most;
+            high_sum += most, low_sum += rest;
+            high[b] = __byte_perm(most, 0, 0), low[b] = __byte_perm(rest, 0, 0);
+        }
+        store_shared(place, high[0], high[1]);
+        store_shared(place + 64, low[0], low[1]);
+    }
+    // What products start from and how their sums are scaled, once the sums are those of all lanes: -510 of the offset on either
+    // plane, the rest of it, rounded, on the low one: half a unit of 10^7 is lost.
+    __device__ __forceinline__ void end(u32 token, float undo, bool stores) const {
+        const float rest = static_cast<float>(128 * high_sum + low_sum) * (MUL1_OFFSET + 510.0f);
+        const u32 high_start = -510 * high_sum, low_start = -510 * low_sum + __float2int_rn(rest);
+        if (stores) {
+            store_shared(token + R::start_at, high_start, low_start, high_start, low_start);
+            store_shared(token + R::undo_at, __float_as_uint(undo));
+        }
+    }
+};
+
 // Quantises a lane's values of one token and writes them to the item's record.
 template <class K>
 __device__ __forceinline__ void store_rotated(const Values<K>& v, const Rotation& at, int lane) {
@@ -55,28 +85,12 @@ __device__ __forceinline__ void store_rotated(const Values<K>& v, const Rotation
     const bool first = lane % lanes == 0;
     if constexpr (K::arithmetic == INTEGER) {
         const u32 to = at.record + at.token * R::token_bytes + q * 16 + 8 * h;
-        int low_sum = 0, high_sum = 0;
+        TwoPlanes<R> planes;
 #pragma unroll
-        for (int i = 0; i < words; ++i) {
-            u32 high[2], low[2];
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                const int a = __float2int_rn(v[2 * i + b] * scale.factor), most = (a + 64) >> 7, rest = a - 128 * most;
-                high_sum += most, low_sum += rest;
-                high[b] = __byte_perm(most, 0, 0), low[b] = __byte_perm(rest, 0, 0);
-            }
-            const u32 place = to + (unit + i / 4) * R::unit_bytes + i % 4 * R::quad_bytes;
-            store_shared(place, high[0], high[1]);
-            store_shared(place + 64, low[0], low[1]);
-        }
-        high_sum = sum_of_lanes<lanes>(high_sum), low_sum = sum_of_lanes<lanes>(low_sum);
-        // -510 of the offset on either plane, the rest of it, rounded, on the low one: half a unit of 10^7 is lost.
-        const float rest = static_cast<float>(128 * high_sum + low_sum) * (MUL1_OFFSET + 510.0f);
-        const u32 high_start = -510 * high_sum, low_start = -510 * low_sum + __float2int_rn(rest), token = at.record + at.token * R::token_bytes;
-        if (first) {
-            store_shared(token + R::start_at, high_start, low_start, high_start, low_start);
-            store_shared(token + R::undo_at, __float_as_uint(undo));
-        }
+        for (int i = 0; i < words; ++i)
+            planes.store(to + (unit + i / 4) * R::unit_bytes + i % 4 * R::quad_bytes, v[2 * i], v[2 * i + 1], scale.factor);
+        planes.high_sum = sum_of_lanes<lanes>(planes.high_sum), planes.low_sum = sum_of_lanes<lanes>(planes.low_sum);
+        planes.end(at.record + at.token * R::token_bytes, undo, first);
     } else if constexpr (K::arithmetic == BYTE) {
         const u32 token = at.record + at.token * R::token_bytes;
         int sum = 0;

@@ -128,26 +128,11 @@ __device__ __forceinline__ void rotate_spread(const RawOf<K>& raw, const NarrowA
     const Scale scale = scale_of(K::arithmetic, __uint_as_float(__reduce_max_sync(0xffffffffu, bits)));
     const u32 token = at.record + at.token * R::token_bytes;
     const u32 to = token + (lane >> 4) * R::unit_bytes + (lane >> 2 & 3) * 16 + 8 * (lane >> 1 & 1) + 2 * (lane & 1) * R::quad_bytes;
-    int high_sum = 0, low_sum = 0;
+    TwoPlanes<R> planes;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        u32 high[2], low[2];
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            const int a = __float2int_rn(v[2 * i + b] * scale.factor), most = (a + 64) >> 7, rest = a - 128 * most;
-            high_sum += most, low_sum += rest;
-            high[b] = __byte_perm(most, 0, 0), low[b] = __byte_perm(rest, 0, 0);
-        }
-        store_shared(to + i * R::quad_bytes, high[0], high[1]);
-        store_shared(to + i * R::quad_bytes + 64, low[0], low[1]);
-    }
-    high_sum = __reduce_add_sync(0xffffffffu, high_sum), low_sum = __reduce_add_sync(0xffffffffu, low_sum);
-    const float rest = static_cast<float>(128 * high_sum + low_sum) * (MUL1_OFFSET + 510.0f);
-    const u32 high_start = -510 * high_sum, low_start = -510 * low_sum + __float2int_rn(rest);
-    if (lane == 0) {
-        store_shared(token + R::start_at, high_start, low_start, high_start, low_start);
-        store_shared(token + R::undo_at, __float_as_uint(scale.undo));
-    }
+    for (int i = 0; i < 2; ++i) planes.store(to + i * R::quad_bytes, v[2 * i], v[2 * i + 1], scale.factor);
+    planes.high_sum = __reduce_add_sync(0xffffffffu, planes.high_sum), planes.low_sum = __reduce_add_sync(0xffffffffu, planes.low_sum);
+    planes.end(token, scale.undo, lane == 0);
 }
 
 // Rotates them; `raw` is on its way.

@@ -161,16 +161,7 @@ struct Rotation {
     }
     // H8 and all that follows. `results`: scales of the rows of the lane's results.
     __device__ __forceinline__ void finish(float (&sums)[8][4], u32 block, const float (&results)[2]) const {
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-            for (int m = 0; m < 8; ++m)
-                if (!(m & step))
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float p = sums[m][i], r = sums[m + step][i];
-                        sums[m][i] = p + r, sums[m + step][i] = p - r;
-                    }
+        hadamard8(sums);
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             uint4 chunks[2];
