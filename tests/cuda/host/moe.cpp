@@ -44,7 +44,7 @@ void narrow(const MoeArgs& args) {
     else moe_gemm<4, MoeKinds<Kind<8, 2, 0, 4>>>(args);
 }
 
-// `kernel` as test_moe_host.py numbers them.
+// `kernel` as moe_host.py numbers them.
 extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_x, u32 grid_y, u32 block, u32 shared) {
     using Function = void (*)(const MoeArgs);
     const Function simple[] = {exl3_moe_route, exl3_moe_rows, group_rows_0, group_rows_1, exl3_moe_combine, exl3_moe_combine_rows, exl3_moe_count};

@@ -1,0 +1,140 @@
+"""The MoE op on the host, launch by launch: what its tests share. ``host/moe.cpp`` runs the kernels themselves."""
+
+import ctypes
+
+import numpy as np
+import torch
+
+from tests.ops.moe_layers import MoELayer
+from vllm_exl3.cuda.binding import ELEMENTS
+from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
+from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, TURN_THREADS, MoePlan, plan_moe
+from vllm_exl3.cuda.survey import typical_limits
+from vllm_exl3.ops.experts import pack_table, projection_kinds
+from vllm_exl3.pack.stored import Codebook
+
+H200 = typical_limits("sm_90a")
+IDENTITY, THIN, WIDE = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64)
+WIDER, WIDEST = MoeForm(False, 128), MoeForm(False, 256)
+ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
+GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
+TURNS = 12
+COMBINE_CHANNELS = 1024
+"""Of a thread block of moe_combine.cu."""
+
+BLOCKS = 2
+"""Thread blocks of a GEMM: few, so that every block has several items."""
+
+WIDEST_BLOCKS = 256
+"""Hadamard blocks of an input of 32,768 channels, wider than any known model's."""
+
+UNIFORM = [(4, Codebook.MUL1)]
+MIXED = [(3, Codebook.MCG), (4, Codebook.MUL1), (2.5, Codebook.MUL1), (4, Codebook.MUL1), (3, Codebook.MCG)]
+"""What host/moe.cpp knows."""
+
+
+class Memory:
+    """Arrays at addresses that are multiples of 256, like a GPU's allocations; kept as long as this lives."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def place(self, values: np.ndarray) -> int:
+        """Address of a copy."""
+        raw = np.full(values.nbytes + 512, 0xFF, np.uint8)  # NaN, and slots that do not exist
+        start = -raw.ctypes.data % 256
+        raw[start : start + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).ravel()
+        self._kept.append(raw)
+        return raw.ctypes.data + start
+
+
+def place_lists(args: MoeArgs, plan: MoePlan, base: int) -> None:
+    """Point to what the launches that sort slots share, in scratch at an address."""
+    lists = ("order", "places", "blocks", "chunks", "list_sizes", "totals", "row_largest", "scale_largest", "starts")
+    for part in lists:
+        setattr(args, part, base + plan.parts[part])
+
+
+def arguments_of(memory: Memory, layer: MoELayer, plan: MoePlan, table: torch.Tensor, on_input: bool) -> MoeArgs:
+    """What vllm_exl3.cuda.moe fills in, with addresses of this process."""
+    stages = []
+    for name, sizes in zip(("w13", "w2"), plan.stages, strict=True):
+        tensors = {leaf: layer.tensors[f"{name}_{leaf}"] for leaf in ("trellis", "suh", "svh", "bias")}
+        places = {leaf: memory.place(tensor.numpy()) for leaf, tensor in tensors.items() if tensor is not None}
+        stages.append(MoeStage(**sizes, **places))
+    alpha, beta, limit = layer.activation[1:]
+    args = MoeArgs(
+        stages=(MoeStage * 2)(*stages), table=memory.place(table.numpy()), out_type=2, wide_ids=0,
+        x_stride=layer.hidden, out_stride=layer.hidden, weight_on_input=on_input, alpha=alpha, beta=beta, limit=limit,
+        activation=ACTIVATION_KINDS.index(layer.activation[0]), **plan.values,
+    )  # fmt: skip
+    base, parts = memory.place(np.full(plan.scratch, 0xFF, np.uint8)), plan.parts
+    place_lists(args, plan, base)
+    first, second = args.stages
+    first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
+    second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
+    first.turns, second.turns = base + parts["turns"], base + parts["turns"] + plan.turns
+    for stage, before in ((first, 0), (second, first.projections)):
+        stage.undo, stage.sums = (base + parts[part] + 4 * plan.fact_rows * before for part in ("undo", "sums"))
+    return args
+
+
+def run(
+    library: ctypes.CDLL,
+    layer: MoELayer,
+    x: torch.Tensor,
+    route: tuple[torch.Tensor, torch.Tensor],
+    form: MoeForm,
+    *,
+    on_input: bool = False,
+    table: torch.Tensor | None = None,
+    fat_rows: int | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The whole op, launch by launch."""
+    kinds = projection_kinds(layer.projections)
+    experts, (tokens, top_k) = len(layer.projections), route[1].shape
+    total = experts if expert_map is None else len(expert_map)
+    shape = Layer(
+        tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True)),
+        experts, total, top_k, layer.hidden, layer.intermediate,
+    )  # fmt: skip
+    fat_rows = form.tile_rows // 2 if fat_rows is None else fat_rows
+    plan, memory = plan_moe(shape, tokens, form, fat_rows, H200), Memory()
+    args = arguments_of(memory, layer, plan, pack_table(layer.projections) if table is None else table, on_input)
+    out = np.full((tokens, layer.hidden), np.nan, np.float32)
+    raw = x if x.dtype == torch.float32 else x.view(torch.int16)
+    args.x, args.out, args.x_type = memory.place(raw.numpy()), out.ctypes.data, ELEMENTS[x.dtype]
+    args.weights, args.ids = memory.place(route[0].numpy()), memory.place(route[1].numpy())
+    if expert_map is not None:
+        args.expert_map = memory.place(expert_map.numpy())
+    mixed = len({kinds[i + 1 : i + 3][0] * 4 + kinds[i + 2] for i in range(0, len(kinds), 3)}) > 1
+
+    def launch(kernel: int, grid: tuple[int, int], threads: int, shared: int) -> None:
+        library.run_kernel(ctypes.byref(args), kernel, int(mixed), *grid, threads, shared)
+
+    if plan.route is not None:
+        blocks, rows, threads, shared = plan.route
+        if blocks > 1:
+            launch(COUNT, (blocks, 1), threads, 4 * experts)
+        launch(ROUTE, (blocks, rows), threads, shared)
+    if plan.turns:
+        launch(TURNS, (2, 1), TURN_THREADS, 0)
+    for index, stage in enumerate(args.stages):
+        args.stage = index
+        if plan.route is not None:
+            launch(GROUP_ROWS[index], (BLOCKS, 1), plan.group_threads[index], plan.group_shared[index])
+        else:
+            launch(ROWS, (args.slots + 1 - index, stage.projections), 256, plan.rows_shared[index])
+        threads = plan.gemm_threads[index] if form.wide else 256  # the host builds one of two numbers of warps
+        launch(GEMM[form], (BLOCKS, 1), threads, plan.gemm_shared)
+    if plan.route is not None:
+        launch(COMBINE_ROWS, (plan.combine_grid, 1), COMBINE_ROWS_THREADS, 0)
+    else:
+        launch(COMBINE, (tokens, -(-layer.hidden // COMBINE_CHANNELS)), 256, 0)
+    return torch.from_numpy(out)
+
+
+def read(address: int, count: int) -> np.ndarray:
+    """Words that kernels wrote."""
+    return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(address)).copy()
