@@ -29,6 +29,10 @@ constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS;
 constexpr u32 OUTLIERS = 7;  // powers of two between the guess and the largest scale
 constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not divided by, the scale is
 
+// fp16 2^-12: the smallest suh that a bound of |x·suh| reckons with. A row is scaled to bounds below 2^7/sqrt(128), so that its x,
+// which may lie beside no larger suh, stays below 46341 and converts to fp16; an infinity would be NaN beside zeros.
+constexpr u32 LEAST_SUH = 0x0c00;
+
 // Says that this block has cleared its shared memory; waits for the others of its cluster.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -43,8 +47,8 @@ __device__ __forceinline__ u32 larger_pair(u32 a, u32 b, u32 type) {
     else asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
     return result;
 }
-__device__ __forceinline__ float largest_of(u32 pair, u32 type) {
-    const u32 bits = max(pair & 0x7fffu, pair >> 16 & 0x7fffu);
+__device__ __forceinline__ float largest_of(u32 pair, u32 type, u32 least = 0) {
+    const u32 bits = max(max(pair & 0x7fffu, pair >> 16 & 0x7fffu), least);
     return type == F16 ? half_to_float(u16(bits)) : __uint_as_float(bits << 16);
 }
 __device__ __forceinline__ u32 largest_of_words(const u32 (&words)[4][4], u32 type) {
@@ -127,7 +131,8 @@ struct Rotation {
     }
     // Bits of a bound of |x·suh| of the lane's channels.
     __device__ __forceinline__ u32 bound(const u32 (&words)[4][4], const u32 (&scales)[4][4]) const {
-        return __float_as_uint(largest_of(largest_of_words(words, TYPE), TYPE) * largest_of(largest_of_words(scales, F16), F16));
+        const u32 least = TYPE == F16 ? 0 : LEAST_SUH;
+        return __float_as_uint(largest_of(largest_of_words(words, TYPE), TYPE) * largest_of(largest_of_words(scales, F16), F16, least));
     }
     __device__ __forceinline__ u32 row_bound(u32 bits) const {
         bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
