@@ -104,6 +104,16 @@ def test_shards_have_one_width() -> None:
         plan_prefill((shard, other), 100, 1024, H200)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_gpu_that_holds_no_cluster_is_named(int8: bool) -> None:
+    shard = Shard(8, 2, 1024, 512, 0, 512)
+    with pytest.raises(ValueError, match="of 1 multiprocessor, expected 2 or more"):
+        plan_prefill((shard,), 1000, 1024, GpuLimits("sm_90a", 1, 232448), int8=int8)
+    plan = plan_prefill((shard,), 1000, 1024, GpuLimits("sm_90a", 2, 232448, ((2, 0),)), int8=int8)
+    assert plan.grid == plan.cluster == 2
+    assert plan_prefill((shard,), 1000, 1024, GpuLimits("sm_80", 1, 166912)).grid >= 1
+
+
 @given(st.integers(1, 2000), st.integers(2, 500), st.sampled_from(TILES), st.sampled_from([1, 66, 132]), st.booleans())
 def test_cutting_is_never_estimated_worse_than_whole_tiles(
     tiles: int, depth: int, tokens: int, clusters: int, ends: bool

@@ -117,10 +117,20 @@ class _Kernel:
         return self.strip // self.pairs
 
     def clusters(self, limits: GpuLimits) -> int:
-        """How many clusters run at once."""
+        """How many clusters run at once.
+
+        Raises:
+            ValueError: none does.
+        """
         if self.cluster == 1:
             return limits.multiprocessors * self.resident
-        return dict(limits.clusters).get(self.cluster, 0) or limits.multiprocessors // self.cluster
+        most = dict(limits.clusters).get(self.cluster, 0) or limits.multiprocessors // self.cluster
+        if most == 0:
+            raise ValueError(
+                f"a GPU of {limits.multiprocessors} multiprocessor, expected {self.cluster} or more: as many share a "
+                f"tile in the prefill kernels of {limits.architecture}. Serve on a GPU, or a part of one, that has them"
+            )
+        return most
 
 
 def _staging(tokens: int) -> int:
@@ -210,7 +220,7 @@ def plan_prefill(
         int8: for the kernel that multiplies int8, whose activations take half the bytes.
 
     Raises:
-        ValueError: a shard breaks the layout's rules, or widths differ.
+        ValueError: a shard breaks the layout's rules, widths differ, or the GPU holds no cluster of the kernels.
     """
     check_shards(shards, in_width)
     if len({shard.in_features for shard in shards}) != 1:
