@@ -111,9 +111,7 @@ def test_rows_are_rotated(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 @pytest.mark.parametrize("least", [0.0, 6e-8, 1e-5, 2e-4])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_channels_with_next_to_no_scale_may_hold_anything(
-    library: ctypes.CDLL, least: float, everywhere: bool
-) -> None:
+def test_channels_with_next_to_no_scale_may_hold_anything(library: ctypes.CDLL, least: float, everywhere: bool) -> None:
     """What 16 bits cannot hold once the row is scaled is multiplied by zero or next to it, here for whole lanes."""
     if everywhere and not least:
         pytest.skip("nothing is left of such rows")
