@@ -3,6 +3,7 @@
 import errno
 import io
 import itertools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_a_command_line_that_says_nothing_is_a_usage_error(
 ) -> None:
     code, said = _run(monkeypatch, *arguments)
     assert code == 2 and reason in said, said
+
+
+@pytest.mark.parametrize("pack", [PACK, "~"])
+def test_a_revision_of_a_folder_is_said_to_be_unused(pack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", PACK)
+    found = CliRunner().invoke(app, ["inspect", pack, "--revision", "4.0bpw", "--json"])
+    assert found.exit_code == 0 and "--revision 4.0bpw is not used" in found.stderr
+    assert json.loads(found.stdout)["faults"] == []
+
+
+def test_a_source_of_the_demo_that_is_not_there_is_named_whatever_the_cache_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm_exl3.demo.run")
+    monkeypatch.setattr("vllm_exl3.demo.prepare.Workshop.pack", lambda _: pytest.fail("took the cache's"))
+    found = CliRunner().invoke(app, ["demo", "--gguf", str(tmp_path / "none.gguf"), "--cache", str(tmp_path)])
+    assert found.exit_code == 1 and "no such file" in found.stderr
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ["embed-quant"]], ids=" ".join)

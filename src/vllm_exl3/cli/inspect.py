@@ -1,10 +1,11 @@
 """``vllm-exl3 inspect``: what a pack holds, what is wrong with it, how far it can be split. Headers only."""
 
+import os.path
 from typing import Annotated
 
 import typer
 
-__all__ = ["inspect"]
+__all__ = ["inspect", "say_unused"]
 
 
 def inspect(
@@ -20,6 +21,7 @@ def inspect(
     from vllm_exl3.pack.pack import Pack
     from vllm_exl3.plan.survey import survey
 
+    say_unused(pack, revision)
     try:
         found = survey(Pack.open(pack, revision))
     except Exl3PackError as error:
@@ -36,3 +38,9 @@ def inspect(
         print_survey(found)
     if found["faults"]:
         raise typer.Exit(1)
+
+
+def say_unused(pack: str, revision: str | None) -> None:
+    """Tell whoever asks for a revision of a folder that it has none."""
+    if revision is not None and os.path.isdir(os.path.expanduser(pack)):
+        typer.echo(f"--revision {revision} is not used: {pack} is a folder here", err=True)

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_exl3.cli.inspect import say_unused
+
 __all__ = ["precompile"]
 
 
@@ -53,6 +55,7 @@ def precompile(
         codes = [(kind,) for kind in kinds]
         rows = list(every_instance())
     else:
+        say_unused(pack, revision)
         kinds, codes = pack_kinds(pack, revision), expert_codes(pack, revision)
         rows = pack_instances(pack, revision)
     for limits in gpus:

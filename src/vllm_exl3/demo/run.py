@@ -18,6 +18,7 @@ from vllm_exl3.demo.display import Display, report_lines
 from vllm_exl3.demo.divergence import kl_divergence, served_log_probabilities
 from vllm_exl3.demo.prepare import Workshop
 from vllm_exl3.demo.server import Server, choose_port, signals_as_exit, vllm_command
+from vllm_exl3.demo.source import verify_source
 from vllm_exl3.tools import vllm_cpu
 
 __all__ = ["PARAGRAPH", "QUESTIONS", "Settings", "judge", "run_demo"]
@@ -67,6 +68,8 @@ def run_demo(settings: Settings, console: Console) -> list[str]:
     """
     start = time.monotonic()
     display = Display(console)
+    if settings.gguf is not None:
+        verify_source(settings.gguf)  # before the cache, whose pack needs no source any more, hides that it is wrong
     workshop = Workshop(settings.cache, display, settings.gguf)
     pack = workshop.pack()
     ids = _token_ids(pack)
