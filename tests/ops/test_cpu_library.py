@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,13 +34,19 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_absence_is_explained(monkeypatch: pytest.MonkeyPatch, reloaded: None) -> None:
+@pytest.mark.parametrize(
+    ("checkout", "said"),
+    [(True, r"this checkout are not built: in .*, run cmake"), (False, r"installed without .* reinstall it")],
+)
+def test_absence_is_explained(
+    monkeypatch: pytest.MonkeyPatch, reloaded: None, tmp_path: Path, checkout: bool, said: str
+) -> None:
     monkeypatch.setattr(loading, "_file", lambda: None)
-    reason = loading.unavailable()
-    assert reason is not None
-    assert "built without a C++ compiler" in reason
-    assert "reinstall" in reason
-    with pytest.raises(RuntimeError, match="built without a C"):
+    monkeypatch.setattr(loading, "__file__", str(tmp_path / "src" / "vllm_exl3" / "cpu" / "library.py"))
+    if checkout:
+        (tmp_path / "CMakeLists.txt").touch()
+    assert re.search(said, loading.unavailable() or "")
+    with pytest.raises(RuntimeError, match=said):
         loading.library()
 
 

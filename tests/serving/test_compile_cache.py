@@ -11,8 +11,8 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.serving.conftest import PACKS, Tensors, golden_logits
 from tests.serving.engine import engine, logits_of
 from vllm_exl3.pack import Pack
-from vllm_exl3.serving import config as config_module
-from vllm_exl3.serving.config import fingerprint
+from vllm_exl3.serving import fingerprint as fingerprint_module
+from vllm_exl3.serving.fingerprint import fingerprint
 
 TIED = "llama_tied-1.0-3inst"
 OTHER_BITS = "llama_tied-3.0-mul1"
@@ -54,7 +54,7 @@ def test_a_pack_that_was_exchanged_in_place_has_another_key(variant: Callable[..
 
 def test_another_version_of_this_package_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(PACKS / TIED)
-    monkeypatch.setattr(config_module, "__version__", "99.0")
+    monkeypatch.setattr(fingerprint_module, "__version__", "99.0")
     assert key_of(PACKS / TIED) != key
 
 

@@ -149,7 +149,7 @@ def test_a_format_that_only_the_sidecar_declares_is_not_forgotten(variant: Calla
     (folder / "quantization_config.json").write_text(json.dumps({"non_routed_quantization": SOURCE}))
     config = Exl3Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
     config.maybe_update_config(str(folder))
-    source = config._source()
+    source = config.source_format()
     assert isinstance(source.linear(layer, "model.layers.0.self_attn.qkv_proj", [], [], {}), RowsMethod)
 
 

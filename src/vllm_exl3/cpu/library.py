@@ -129,14 +129,25 @@ def _file() -> Path | None:
     return None
 
 
+def _absence() -> str:
+    """Why there is no library, and what to do: a checkout's is built by hand, a package's comes with it."""
+    checkout = Path(__file__).parents[3]
+    if (checkout / "CMakeLists.txt").exists():
+        return (
+            f"the CPU kernels of this checkout are not built: in {checkout}, run cmake -B build "
+            "-DCMAKE_BUILD_TYPE=Release && cmake --build build, which takes g++ or clang, or pip install it."
+        )
+    return (
+        "vllm-exl3 was installed without its CPU kernels, as happens where no C++ compiler is found and under "
+        "VLLM_EXL3_NO_NATIVE=1. Install g++ or clang and reinstall it from source, or take a wheel for this platform."
+    )
+
+
 @lru_cache(maxsize=1)
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     file = _file()
     if file is None:
-        return None, (
-            "vllm-exl3 was built without a C++ compiler, so it has no CPU kernels. "
-            "Install g++ or clang and reinstall vllm-exl3 from source, or install a wheel for this platform."
-        )
+        return None, _absence()
     try:
         loaded = ctypes.CDLL(str(file))
         version = loaded.exl3_abi_version()

@@ -4,50 +4,43 @@ The config decides per layer from the pack's tensor headers. It is pickled to ev
 carries only where the pack is; headers are read again there (and memoised per file).
 """
 
-import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_exl3 import __version__, env
-from vllm_exl3.ops import backends
-from vllm_exl3.ops.linear import linear_reference
-from vllm_exl3.ops.moe import moe_reference
+from vllm_exl3 import env
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
-from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.metadata import architectures
-from vllm_exl3.pack.names import NameResolver, Part, Resolution
+from vllm_exl3.pack.names import NameResolver, Resolution
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.dependent_launch import let_compiled_kernels_overlap
-from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.fingerprint import fingerprint
+from vllm_exl3.serving.kernels import prepare_kernels
 from vllm_exl3.serving.loading import check_load_format
+from vllm_exl3.serving.methods import experts_method, linear_method
 from vllm_exl3.serving.metrics import leave_counters
 from vllm_exl3.serving.models import gpt_oss, qwen4_exp
-from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
-from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, is_draft
-from vllm_exl3.serving.unloaded import watched
+from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, check_tables_claimed, is_draft
 from vllm_exl3.serving.vocabulary import VocabularyMethods
 
-__all__ = ["Exl3Config", "fingerprint"]
+__all__ = ["Exl3Config"]
 
 logger = logging.getLogger("vllm.exl3")
-
-_DECLARED = "in the format that non_routed_quantization declares"
 
 _DRAFT_PREFIX = "draft_model."
 """What vLLM puts before the names of a draft model's layers, to tell them from the target's. Its pack knows no such."""
@@ -66,12 +59,6 @@ _PER_PROCESS = (
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
 
 
-def fingerprint(pack: Pack) -> str:
-    """What compiled graphs depend on: this package's version, and name, dtype and shape of every stored tensor."""
-    lines = sorted(f"{tensor.name} {tensor.dtype} {tensor.shape}" for tensor in pack.tensors.values())
-    return f"{__version__} {hashlib.sha256(repr(lines).encode()).hexdigest()}"
-
-
 class Exl3Config(QuantizationConfig):
     """How to serve one EXL3 pack.
 
@@ -79,6 +66,7 @@ class Exl3Config(QuantizationConfig):
         raw: the ``quantization_config`` of ``config.json``, if it has one. Informational: tensor headers decide.
 
     Attributes:
+        mappers: how the model's classes rename checkpoint modules, outermost first.
         claimed: keys of the stored modules that some layer of the model has asked for.
         report: what is served and how.
     """
@@ -88,7 +76,7 @@ class Exl3Config(QuantizationConfig):
         self.raw = raw or {}
         self.source: str | None = None
         self.revision: str | None = None
-        self._mappers: list[WeightsMapper] = []
+        self.mappers: list[WeightsMapper] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -115,7 +103,7 @@ class Exl3Config(QuantizationConfig):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Exl3Config":
         # vLLM copies configs for draft models; a copy serves another model and must share no state.
         copy = type(self).__new__(type(self))
-        copy.__setstate__({**self.__getstate__(), "_mappers": [], "packed_modules_mapping": {}})
+        copy.__setstate__({**self.__getstate__(), "mappers": [], "packed_modules_mapping": {}})
         return copy
 
     @classmethod
@@ -179,7 +167,7 @@ class Exl3Config(QuantizationConfig):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
         for refusal in unserved(self.pack):
             raise refusal
-        self._source()  # refuses what it cannot read, before any weight is read
+        self.source_format()  # refuses what it cannot read, before any weight is read
         if hf_config is not None:
             # vLLM keeps compiled graphs under a hash of its configuration, of which the tensors' shapes and this
             # package's version are no part; they are in the graphs all the same. What is in hf_config is hashed.
@@ -217,8 +205,8 @@ class Exl3Config(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Note how a model class renames checkpoint modules; wrappers and inner models each say theirs."""
-        if hf_to_vllm_mapper not in self._mappers:
-            self._mappers.append(hf_to_vllm_mapper)
+        if hf_to_vllm_mapper not in self.mappers:
+            self.mappers.append(hf_to_vllm_mapper)
             self._resolver = None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -232,9 +220,9 @@ class Exl3Config(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return self._vocabulary.embedding(layer, prefix)
         if isinstance(layer, RoutedExperts):
-            return self._experts_method(layer, prefix)
+            return experts_method(self, layer, prefix)
         if isinstance(layer, LinearBase):
-            return self._linear_method(layer, prefix)
+            return linear_method(self, layer, prefix)
         return None
 
     def ngram_method(self, prefix: str) -> NgramEmbeddingMethod | None:
@@ -266,21 +254,10 @@ class Exl3Config(QuantizationConfig):
         """Note a loaded layer; after the last one, make the kernels ready and log the report."""
         if self.report.layer_ready(where, layer, self.pack):
             with phase("making kernels ready"):
-                self._prepare_kernels(compute_device(layer))
+                prepare_kernels(self.report, compute_device(layer))
             self.report.publish()
             current = get_current_vllm_config_or_none()
             leave_counters(current.cache_config.cache_dtype if current is not None else "unknown")
-
-    def _prepare_kernels(self, device: torch.device) -> None:
-        backend = backends.select("linear", device.type, linear_reference).backend
-        if backend.prepare is not None:
-            layouts = [layout for _, layout in self.report.layers.values()]
-            backend.prepare(dict.fromkeys((layout.shards, layout.input_width) for layout in layouts), device)
-        if not self.report.experts:
-            return
-        backend = backends.select("moe", device.type, moe_reference).backend
-        if backend.prepare is not None:
-            backend.prepare(dict.fromkeys(layout.kernel_key for layout in self.report.experts.values()), device)
 
     def verify_names(self) -> None:
         """Once the model is built: every EXL3 tensor must have found its layer.
@@ -296,59 +273,16 @@ class Exl3Config(QuantizationConfig):
             validate_exl3_moe_uva_layer(layer, where)
         self._vocabulary.attach_head()
         self._vocabulary.embeddings.clear()  # vLLM keeps configs longer than models; this would keep a table with it
-        self._source().check(self.pack, self.map_name)
+        self.source_format().check(self.pack, self.map_name)
         names = self.names()
         names.draft = is_draft(self.pack, self.claimed)
         elsewhere = OtherStages(self.pack)
         names.raise_if_unmatched(lambda key: "built earlier" if key in self.claimed else elsewhere.reason(key))
         if not names.draft:
-            self._check_embeddings_claimed(elsewhere)
+            check_tables_claimed(self.pack, self.claimed, elsewhere)
 
-    def _check_embeddings_claimed(self, elsewhere: OtherStages) -> None:
-        for key, table in (*self.pack.embeddings.items(), *self.pack.ngram_tables.items()):
-            if key not in self.claimed and elsewhere.reason(key) is None:
-                ngram = isinstance(table, StoredNgramTable)
-                raise Exl3PackError(
-                    found=f"{'an n-gram table' if ngram else 'a quantized embedding'} of {table.rows} rows that no "
-                    "layer of the model asks for",
-                    expected="a Qwen4Exp model, whose n-gram embeddings are known"
-                    if ngram
-                    else "a VocabParallelEmbedding of that vocabulary and the table's width",
-                    where=f"{key} in {self.pack.source}",
-                    remedy="vLLM's class for this model builds its embedding in another way: use a pack whose "
-                    "embedding is in 16 bits.",
-                )
-
-    def _linear_method(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
-        resolution = self.resolve(prefix)
-        parts = resolution.parts if resolution is not None else ()
-        if all(part.linear is None for part in parts):
-            keys = [part.key for part in parts]
-            method = self._source().linear(layer, prefix, keys, self._mappers, self.packed_modules_mapping)
-            if type(method) is UnquantizedLinearMethod:
-                watched(method, prefix)
-            self.report.add_dense(prefix, self.why_dense(method, parts))
-            return method
-        return Exl3LinearMethod(self, prefix, parts)
-
-    def _experts_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
-        group = self.names().resolve_experts(prefix)
-        if group is None:
-            method = self._source().experts(layer, prefix, self._mappers, self.packed_modules_mapping)
-            self.report.add_dense(prefix, "no EXL3 experts stored" if method is None else _DECLARED)
-            return method
-        self.claimed.update(key for roles in group.members.values() for key in roles.values())
-        return Exl3MoEMethod(self, prefix, layer, group)
-
-    @staticmethod
-    def why_dense(method: QuantizeMethodBase, parts: Sequence[Part]) -> str:
-        """What the report says of a layer that is not EXL3."""
-        if not isinstance(method, UnquantizedLinearMethod):
-            return _DECLARED
-        dtypes = dict.fromkeys(part.dense.dtype for part in parts if part.dense is not None)
-        return f"stored as {' and '.join(dtypes)}" if dtypes else "nothing of this name stored"
-
-    def _source(self) -> SourceFormat:
+    def source_format(self) -> SourceFormat:
+        """The format that the pack declares for what is not EXL3."""
         if self._source_format is None:
             # vLLM hands over config.json's block alone; quantization_config.json may say more.
             self._source_format = SourceFormat({**self.pack.quantization, **self.raw}, str(self.source))
@@ -356,7 +290,7 @@ class Exl3Config(QuantizationConfig):
 
     def map_name(self, name: str) -> str:
         """A checkpoint tensor's name as the model's classes rename it."""
-        for mapper in self._mappers:
+        for mapper in self.mappers:
             rename: Callable[[str], str | None] = getattr(mapper, "map_name", None) or mapper._map_name
             name = rename(name) or name
         return name

@@ -13,7 +13,6 @@ import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
-from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.embedding import embedding_reference, row_chunk
@@ -23,7 +22,7 @@ from vllm_exl3.pack.names import Part
 from vllm_exl3.pack.scaled_rows import row_layout
 from vllm_exl3.pack.stored import TILE, StoredRowTable, StoredScaledTable
 from vllm_exl3.serving.head import Exl3HeadMethod
-from vllm_exl3.serving.loading import check_overwritten
+from vllm_exl3.serving.loading import check_overwritten, register_parameter
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -150,8 +149,8 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
         shape = table.scale_shape if table.is_row_code else (rows, table.scale_shape[1])
         # Scales that no tensor overwrites stay NaN, and are refused before the engine serves.
         scales = torch.full(shape, torch.nan, dtype=table.scales[1])
-        _register(layer, table.table[0], codes, self.load_rows)
-        _register(layer, table.scales[0], scales, self.load_signs if table.is_row_code else self.load_scales)
+        register_parameter(layer, table.table[0], codes, self.load_rows)
+        register_parameter(layer, table.scales[0], scales, self.load_signs if table.is_row_code else self.load_scales)
 
     def load_rows(self, param: Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of the codes ``[rows, columns]``."""
@@ -261,9 +260,3 @@ class _AttachedHead(torch.nn.Module):
     def __init__(self, weight_loader: Callable[..., None]) -> None:
         super().__init__()
         self.weight_loader = weight_loader
-
-
-def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, loader: Callable[..., None]) -> None:
-    param = Parameter(data, requires_grad=False)
-    set_weight_attrs(param, {"weight_loader": loader})
-    layer.register_parameter(name, param)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
@@ -26,6 +25,7 @@ from vllm_exl3.serving.loading import (
     check_loaded_scales,
     check_overwritten,
     check_shape,
+    register_parameter,
     unpack_signs_like,
 )
 
@@ -85,16 +85,16 @@ class Exl3LinearMethod(LinearMethodBase):
         self.shards = list(layout.shards)
         self.layer_class = type(layer).__name__
         sizes = layout.sizes
-        _register(layer, "trellis", torch.empty(sizes["trellis"], dtype=torch.int16), self.load_trellis)
+        register_parameter(layer, "trellis", torch.empty(sizes["trellis"], dtype=torch.int16), self.load_trellis)
         # A scale that no tensor overwrites stays NaN, and is refused before the engine serves.
-        _register(layer, "suh", torch.full((sizes["suh"],), torch.nan, dtype=torch.float16), self.load_suh)
-        _register(layer, "svh", torch.full((sizes["svh"],), torch.nan, dtype=torch.float16), self.load_svh)
+        register_parameter(layer, "suh", torch.full((sizes["suh"],), torch.nan, dtype=torch.float16), self.load_suh)
+        register_parameter(layer, "svh", torch.full((sizes["svh"],), torch.nan, dtype=torch.float16), self.load_svh)
         for codebook in (Codebook.MCG, Codebook.MUL1):
             if count := len(layout.markers(codebook)):
-                _register(layer, codebook.label, torch.zeros(count, dtype=torch.int32), self.load_marker)
+                register_parameter(layer, codebook.label, torch.zeros(count, dtype=torch.int32), self.load_marker)
         if sizes["weight"]:
             weight = torch.empty((sizes["weight"], rows[1]), dtype=dtype)
-            _register(layer, "weight", weight, self.load_weight)
+            register_parameter(layer, "weight", weight, self.load_weight)
         else:
             # What vLLM reads to learn the device (LoRA, MLA); a plain attribute, or it would count as a parameter.
             object.__setattr__(layer, "weight_packed", layer.trellis)
@@ -213,12 +213,6 @@ class Exl3LinearMethod(LinearMethodBase):
             check_loaded_scales(stored, loaded_weight)
         self.loaded.add(leaf, index)
         return [slot for slot in self.layout.exl3_slots if slot.part == index]
-
-
-def _register(layer: torch.nn.Module, name: str, data: torch.Tensor, loader: Callable[..., None]) -> None:
-    param = Parameter(data, requires_grad=False)
-    set_weight_attrs(param, {"weight_loader": loader})
-    layer.register_parameter(name, param)
 
 
 def _bias_loader(original: Callable[..., None], method: Exl3LinearMethod) -> Callable[..., None]:

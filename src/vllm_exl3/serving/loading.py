@@ -1,9 +1,11 @@
-"""Checks on tensors while they are loaded: the right ones, all of them, with usable values."""
+"""Parameters, and checks on tensors while they are loaded: the right ones, all of them, with usable values."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn import Parameter
 from vllm.config import VllmConfig
+from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import Part
@@ -17,8 +19,18 @@ __all__ = [
     "check_loaded_scales",
     "check_overwritten",
     "check_shape",
+    "register_parameter",
     "unpack_signs_like",
 ]
+
+
+def register_parameter(
+    layer: torch.nn.Module, name: str, data: torch.Tensor, loader: Callable[..., bool | None]
+) -> None:
+    """Give a layer a parameter that is not trained and that ``loader(param, loaded_weight, ...)`` fills."""
+    param = Parameter(data, requires_grad=False)
+    set_weight_attrs(param, {"weight_loader": loader})
+    layer.register_parameter(name, param)
 
 
 def check_load_format(config: VllmConfig | None, where: str) -> None:

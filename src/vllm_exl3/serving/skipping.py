@@ -1,13 +1,14 @@
 """What this process leaves out on purpose: tensors under the rules that `inspect` shows, n-gram tables, which are read
-past vLLM's weights, and other pipeline stages."""
+past vLLM's weights, and other pipeline stages. What none of these rules leaves out has to find its layer."""
 
 from collections.abc import Set
 
-from vllm_exl3.pack import Pack
+from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, main_layers
 from vllm_exl3.pack.spelling import is_head_name
+from vllm_exl3.pack.stored import StoredNgramTable
 
-__all__ = ["OtherStages", "SkippedTensors", "is_draft"]
+__all__ = ["OtherStages", "SkippedTensors", "check_tables_claimed", "is_draft"]
 
 
 def is_draft(pack: Pack, claimed: Set[str]) -> bool:
@@ -69,3 +70,29 @@ class OtherStages:
         match = MAIN_LAYER.match(f"{key}.")
         mine = int(match[1]) in self._own if match else self._last and is_head_name(key)
         return None if self._alone or mine else "another pipeline stage"
+
+
+def check_tables_claimed(pack: Pack, claimed: Set[str], elsewhere: OtherStages) -> None:
+    """Refuse a model without a layer for one of the pack's quantized embeddings.
+
+    Args:
+        pack: the pack that is being loaded.
+        claimed: modules that the model asked for.
+        elsewhere: knows what other pipeline stages build.
+
+    Raises:
+        Exl3PackError: naming the table.
+    """
+    for key, table in (*pack.embeddings.items(), *pack.ngram_tables.items()):
+        if key not in claimed and elsewhere.reason(key) is None:
+            ngram = isinstance(table, StoredNgramTable)
+            raise Exl3PackError(
+                found=f"{'an n-gram table' if ngram else 'a quantized embedding'} of {table.rows} rows that no "
+                "layer of the model asks for",
+                expected="a Qwen4Exp model, whose n-gram embeddings are known"
+                if ngram
+                else "a VocabParallelEmbedding of that vocabulary and the table's width",
+                where=f"{key} in {pack.source}",
+                remedy="vLLM's class for this model builds its embedding in another way: use a pack whose "
+                "embedding is in 16 bits.",
+            )

@@ -12,6 +12,7 @@ from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
+from vllm_exl3.serving.methods import why_dense
 from vllm_exl3.serving.skipping import is_draft
 from vllm_exl3.serving.tied_head import TiedHeadMethod
 from vllm_exl3.serving.unloaded import is_target_s, watched
@@ -63,7 +64,7 @@ class VocabularyMethods:
             return TiedHeadMethod()
         if resolution is None or resolution.parts[0].linear is None:
             if resolution is not None:
-                why = config.why_dense(UnquantizedLinearMethod(), resolution.parts)
+                why = why_dense(UnquantizedLinearMethod(), resolution.parts)
                 nbytes = sum(part.dense.nbytes for part in resolution.parts if part.dense is not None)
                 config.report.add_dense(prefix or "lm_head", f"{why}, {nbytes / 2**20:.1f} MiB in the pack")
             return _watch(UnquantizedEmbeddingMethod(), prefix or "lm_head")

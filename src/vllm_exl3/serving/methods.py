@@ -1,0 +1,53 @@
+"""Which method serves a linear or a layer of routed experts, from the headers of the tensors that it stands for."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from vllm_exl3.pack.names import Part
+from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.moe import Exl3MoEMethod
+from vllm_exl3.serving.unloaded import watched
+
+if TYPE_CHECKING:
+    from vllm_exl3.serving.config import Exl3Config
+
+__all__ = ["experts_method", "linear_method", "why_dense"]
+
+_DECLARED = "in the format that non_routed_quantization declares"
+
+
+def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> QuantizeMethodBase:
+    """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
+    resolution = config.resolve(prefix)
+    parts = resolution.parts if resolution is not None else ()
+    if any(part.linear is not None for part in parts):
+        return Exl3LinearMethod(config, prefix, parts)
+    keys = [part.key for part in parts]
+    method = config.source_format().linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping)
+    if type(method) is UnquantizedLinearMethod:
+        watched(method, prefix)
+    config.report.add_dense(prefix, why_dense(method, parts))
+    return method
+
+
+def experts_method(config: "Exl3Config", layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
+    """The method of a layer of routed experts, or None where vLLM's own for 16 bits serves."""
+    group = config.names().resolve_experts(prefix)
+    if group is None:
+        method = config.source_format().experts(layer, prefix, config.mappers, config.packed_modules_mapping)
+        config.report.add_dense(prefix, "no EXL3 experts stored" if method is None else _DECLARED)
+        return method
+    config.claimed.update(key for roles in group.members.values() for key in roles.values())
+    return Exl3MoEMethod(config, prefix, layer, group)
+
+
+def why_dense(method: QuantizeMethodBase, parts: Sequence[Part]) -> str:
+    """What the report says of a layer that is not EXL3."""
+    if not isinstance(method, UnquantizedLinearMethod):
+        return _DECLARED
+    dtypes = dict.fromkeys(part.dense.dtype for part in parts if part.dense is not None)
+    return f"stored as {' and '.join(dtypes)}" if dtypes else "nothing of this name stored"
