@@ -115,7 +115,7 @@ def time_expert_loaders(clock: Clock) -> None:
     """Count each layer's ``load_weights`` without the iterator that feeds it."""
     from vllm_exl3.serving import moe
 
-    make = moe._expert_loader
+    make = moe.expert_loader
 
     def timed(layer: Any) -> Callable[[Iterable[tuple[str, Any]]], Iterator[str]]:
         load = make(layer)
@@ -134,7 +134,7 @@ def time_expert_loaders(clock: Clock) -> None:
 
         return load_weights
 
-    moe._expert_loader = timed
+    moe.expert_loader = timed
 
 
 def measure(folder: Path) -> dict[str, float]:
