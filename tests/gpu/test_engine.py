@@ -138,11 +138,15 @@ def test_a_pack_s_own_draft_layer_changes_no_token(tmp_path: Path, draft: str, g
 
 @pytest.mark.parametrize("pack", [DENSE, MOE])
 def test_compiled_kernels_that_overlap_change_no_token(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of Inductor let the next kernel start before they end, and kernels of this package are among them."""
+    """Those of Inductor let the next kernel start before they end, and kernels of this package are among them.
+
+    Graphs are captured of the one batch that is decoded, of all prompts together.
+    """
     found = {}
+    graphs = {"cudagraph_capture_sizes": [len(PROMPTS)]}
     for variable, asked in (("0", None), ("auto", True)):
         monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)
-        with serving(pack, enforce_eager=False) as llm:
+        with serving(pack, enforce_eager=False, compilation_config=graphs) as llm:
             compilation = llm.llm_engine.vllm_config.compilation_config
             assert compilation.inductor_compile_config.get("triton.enable_pdl") is asked
             found[variable] = [generate(llm, PROMPTS, 48) for _ in range(4)]
