@@ -7,8 +7,9 @@ import torch
 
 from tests.ops.moe_layers import MoELayer
 from vllm_exl3.cuda.binding import ELEMENTS
+from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, TURN_THREADS, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, TURNS, MoePlan, plan_moe
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.pack.stored import Codebook
@@ -16,14 +17,12 @@ from vllm_exl3.pack.stored import Codebook
 H200 = typical_limits("sm_90a")
 IDENTITY, THIN, WIDE = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64)
 WIDER, WIDEST = MoeForm(False, 128), MoeForm(False, 256)
-ROUTE, ROWS, GROUP_ROWS, COMBINE, COMBINE_ROWS, COUNT = 0, 1, (2, 3), 4, 5, 6
-GEMM = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
-TURNS = 12
-COMBINE_CHANNELS = 1024
-"""Of a thread block of moe_combine.cu."""
+NUMBERS = {ROUTE: 0, ROWS: 1, GROUP_ROWS[0]: 2, GROUP_ROWS[1]: 3, COMBINE: 4, COMBINE_ROWS: 5, COUNT: 6, TURNS: 12}
+GEMM_NUMBERS = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
+"""What host/moe.cpp calls the kernels."""
 
 BLOCKS = 2
-"""Thread blocks of a GEMM: few, so that every block has several items."""
+"""Thread blocks of what goes round over work: few, so that every block has some of it."""
 
 WIDEST_BLOCKS = 256
 """Hadamard blocks of an input of 32,768 channels, wider than any known model's."""
@@ -48,13 +47,6 @@ class Memory:
         return raw.ctypes.data + start
 
 
-def place_lists(args: MoeArgs, plan: MoePlan, base: int) -> None:
-    """Point to what the launches that sort slots share, in scratch at an address."""
-    lists = ("order", "places", "blocks", "chunks", "list_sizes", "totals", "row_largest", "scale_largest", "starts")
-    for part in lists:
-        setattr(args, part, base + plan.parts[part])
-
-
 def arguments_of(memory: Memory, layer: MoELayer, plan: MoePlan, table: torch.Tensor, on_input: bool) -> MoeArgs:
     """What vllm_exl3.cuda.moe fills in, with addresses of this process."""
     stages = []
@@ -68,15 +60,15 @@ def arguments_of(memory: Memory, layer: MoELayer, plan: MoePlan, table: torch.Te
         x_stride=layer.hidden, out_stride=layer.hidden, weight_on_input=on_input, alpha=alpha, beta=beta, limit=limit,
         activation=ACTIVATION_KINDS.index(layer.activation[0]), **plan.values,
     )  # fmt: skip
-    base, parts = memory.place(np.full(plan.scratch, 0xFF, np.uint8)), plan.parts
-    place_lists(args, plan, base)
-    first, second = args.stages
-    first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
-    second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
-    first.turns, second.turns = base + parts["turns"], base + parts["turns"] + plan.turns
-    for stage, before in ((first, 0), (second, first.projections)):
-        stage.undo, stage.sums = (base + parts[part] + 4 * plan.fact_rows * before for part in ("undo", "sums"))
+    plan.scratch.place(args, memory.place(np.full(plan.scratch.size, 0xFF, np.uint8)))
     return args
+
+
+def launch_alone(library: ctypes.CDLL, args: MoeArgs, plan: MoePlan, *instances: Instance) -> None:
+    """Run the first of a plan's launches of each of these kernels."""
+    for instance in instances:
+        launch = next(launch for launch in plan.launches if launch.instance == instance)
+        library.run_kernel(ctypes.byref(args), NUMBERS[instance], 0, *launch.grid, launch.threads, launch.shared)
 
 
 def run(
@@ -110,28 +102,16 @@ def run(
         args.expert_map = memory.place(expert_map.numpy())
     mixed = len({kinds[i + 1 : i + 3][0] * 4 + kinds[i + 2] for i in range(0, len(kinds), 3)}) > 1
 
-    def launch(kernel: int, grid: tuple[int, int], threads: int, shared: int) -> None:
-        library.run_kernel(ctypes.byref(args), kernel, int(mixed), *grid, threads, shared)
-
-    if plan.route is not None:
-        blocks, rows, threads, shared = plan.route
-        if blocks > 1:
-            launch(COUNT, (blocks, 1), threads, 4 * experts)
-        launch(ROUTE, (blocks, rows), threads, shared)
-    if plan.turns:
-        launch(TURNS, (2, 1), TURN_THREADS, 0)
-    for index, stage in enumerate(args.stages):
-        args.stage = index
-        if plan.route is not None:
-            launch(GROUP_ROWS[index], (BLOCKS, 1), plan.group_threads[index], plan.group_shared[index])
+    for launch in plan.launches:
+        args.stage, threads, grid = launch.stage, launch.threads, launch.grid
+        if launch.instance in NUMBERS:
+            number = NUMBERS[launch.instance]
         else:
-            launch(ROWS, (args.slots + 1 - index, stage.projections), 256, plan.rows_shared[index])
-        threads = plan.gemm_threads[index] if form.wide else 256  # the host builds one of two numbers of warps
-        launch(GEMM[form], (BLOCKS, 1), threads, plan.gemm_shared)
-    if plan.route is not None:
-        launch(COMBINE_ROWS, (plan.combine_grid, 1), COMBINE_ROWS_THREADS, 0)
-    else:
-        launch(COMBINE, (tokens, -(-layer.hidden // COMBINE_CHANNELS)), 256, 0)
+            number = GEMM_NUMBERS[form]
+            threads = threads if form.wide else 256  # the host builds one of two numbers of warps
+        if launch.instance in GROUP_ROWS or number == GEMM_NUMBERS[form]:
+            grid = (BLOCKS, 1)
+        library.run_kernel(ctypes.byref(args), number, int(mixed), *grid, threads, launch.shared)
     return torch.from_numpy(out)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.cuda.moe_host import (
-    COMBINE,
     H200,
     IDENTITY,
     MIXED,
@@ -25,12 +24,13 @@ from tests.cuda.moe_host import (
     WIDEST_BLOCKS,
     Memory,
     arguments_of,
+    launch_alone,
     run,
 )
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
 from vllm_exl3.cpu.quantize import encode
 from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
-from vllm_exl3.cuda.moe_plan import plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE, plan_moe
 from vllm_exl3.ops.activation import ACTIVATIONS, activate
 from vllm_exl3.ops.experts import pack_table, share_input_scales
 from vllm_exl3.pack import codec
@@ -236,6 +236,6 @@ def test_the_sum_of_choices(moe_library: ctypes.CDLL, top_k: int) -> None:
     out = np.full((tokens, 200), np.nan, np.float32)
     args.ids, args.weights, args.out = memory.place(ids), memory.place(weights), out.ctypes.data
     args.stages[1].out = memory.place(rows)
-    moe_library.run_kernel(ctypes.byref(args), COMBINE, 0, tokens, 1, 256, 0)
+    launch_alone(moe_library, args, plan, COMBINE)
     expected = np.einsum("tk,tkc->tc", np.where(ids < 0, 0, weights), np.where(ids[..., None] < 0, 0, rows))[:, :200]
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)

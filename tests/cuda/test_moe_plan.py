@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
+from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance, kernel_sources
 from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
 from vllm_exl3.cuda.moe_gemm import forms
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import COMBINE_ROWS_THREADS, GROUP_ROWS, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE_ROWS, GROUP_ROWS, ROUTE, ROWS, Launch, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
@@ -138,6 +138,14 @@ def plan(name: str, tokens: int, form: MoeForm) -> MoePlan:
     return plan_moe(LAYERS[name], tokens, form, form.tile_rows // 2, H200)
 
 
+def launch(made: MoePlan, instance: Instance) -> Launch:
+    return next(launch for launch in made.launches if launch.instance == instance)
+
+
+def gemms(made: MoePlan) -> list[Launch]:
+    return [launch for launch in made.launches if dict(launch.instance.macros).get("INSTANCE_KINDS")]
+
+
 @pytest.mark.parametrize(("variable", "tokens"), [("GROUPED_PREFILL_MAX_ROWS", 8192), ("FUSED_TEMP_ROWS", 2048)])
 def test_windows_bound_the_scratch(monkeypatch: pytest.MonkeyPatch, variable: str, tokens: int) -> None:
     if variable == "FUSED_TEMP_ROWS":
@@ -145,7 +153,7 @@ def test_windows_bound_the_scratch(monkeypatch: pytest.MonkeyPatch, variable: st
 
     def scratch() -> int:
         choice = choose(LAYERS["mul1"], 100_000, H200)
-        return plan("mul1", choice.window, choice.form).scratch
+        return plan("mul1", choice.window, choice.form).scratch.size
 
     assert choose(LAYERS["mul1"], 100_000, H200).window == tokens
     before = scratch()
@@ -159,8 +167,9 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
     """Sizes by the worst routing: all slots of a few experts, or one row over a full block in each."""
     for tokens in (1, 7, 300):
         made, shape = plan(name, tokens, form), LAYERS[name]
-        starts = sorted(made.parts.items(), key=lambda part: part[1])
-        sizes = {part: end - at for (part, at), (_, end) in zip(starts, [*starts[1:], ("", made.scratch)], strict=True)}
+        parts, fact_rows = made.scratch.parts, made.scratch.fact_rows
+        ends = sorted({*parts.values(), made.scratch.size})
+        sizes = {part: next((end for end in ends if end > at), at) - at for part, at in parts.items()}
         slots, padding = tokens * shape.top_k, made.values["row_padding"]
         least, full = sorted((made.values["thin_rows"], made.values["tile_rows"]))
         for used in range(1, min(shape.experts, slots) + 1):
@@ -172,27 +181,29 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
             first, second = made.stages
             outputs = rows if form.wide else slots
             item = 2 if form.wide else 4
-            assert sizes["first_rows"] >= item * outputs * second["out_features"]
-            assert sizes["hidden"] >= item * outputs * first["projections"] * first["out_features"]
+            assert sizes["out_1"] >= item * outputs * second["out_features"]
+            assert sizes["out_0"] >= item * outputs * first["projections"] * first["out_features"]
             # Sums are read in groups of a form's rows, beyond the last.
             beyond = form.tile_rows if form.wide else 0
-            assert made.fact_rows >= outputs
-            assert sizes["sums"] >= 4 * (made.fact_rows * (first["projections"] + 1) + beyond)
-            assert sizes["first_rows"] >= 2 * rows * first["projections"] * first["in_features"]
-            assert sizes["second_rows"] >= 2 * rows * second["in_features"]
+            assert fact_rows >= outputs
+            assert sizes["sums"] >= 4 * (fact_rows * (first["projections"] + 1) + beyond)
+            assert sizes["rows_0"] >= 2 * rows * first["projections"] * first["in_features"]
+            assert sizes["rows_1"] >= 2 * rows * second["in_features"]
         assert sizes["row_largest"] >= 4 * tokens
-        if made.route is not None:
-            assert sizes["totals"] >= 4 * made.route[0] * shape.experts
-        assert all(offset % 256 == 0 for offset in made.parts.values())
-        assert made.gemm_shared <= H200.shared_memory
-        assert made.rows_shared[0] >= 16 + 4 * made.stages[0]["in_features"]
+        if form.wide:
+            assert sizes["totals"] >= 4 * launch(made, ROUTE).grid[0] * shape.experts
+        else:
+            assert launch(made, ROWS).shared >= 16 + 4 * made.stages[0]["in_features"]
+        assert all(offset % 256 == 0 for offset in parts.values())
+        assert all(launch.shared <= H200.shared_memory for launch in made.launches)
         assert full >= least
 
 
 @pytest.mark.parametrize("intermediate", [128, 640, 768, 1024, 2048, 2304, 4096, 6144, 7168])
 def test_every_warp_of_the_hidden_transform_has_work(intermediate: int) -> None:
     made = plan_moe(dataclasses.replace(layer(), intermediate=intermediate), 300, MoeForm(False, 64), 32, H200)
-    blocks, warps, shared = intermediate // 128, made.group_threads[1] // 32, made.group_shared[1]
+    hidden = launch(made, GROUP_ROWS[1])
+    blocks, warps, shared = intermediate // 128, hidden.threads // 32, hidden.shared
     assert 1 <= warps <= 12
     assert shared <= H200.shared_memory
     assert bool(made.values["keep_hidden"]) == (intermediate <= 6144)
@@ -204,9 +215,10 @@ def test_every_warp_of_the_hidden_transform_has_work(intermediate: int) -> None:
 def test_the_weighted_sum_has_warps_for_every_token(tokens: int) -> None:
     """As moe_combine_rows.cu shares them out: whole parts of every token, and no more than 128-blocks."""
     made = plan_moe(layer(), tokens, MoeForm(False, 64), 32, H200)
-    warps, blocks = made.combine_grid * COMBINE_ROWS_THREADS // 32, made.stages[1]["out_features"] // 128
+    combine, blocks = launch(made, COMBINE_ROWS), made.stages[1]["out_features"] // 128
+    warps = combine.grid[0] * combine.threads // 32
     split = min(blocks, -(-32 * H200.multiprocessors // tokens))
-    assert tokens * split <= warps < tokens * split + COMBINE_ROWS_THREADS // 32
+    assert tokens * split <= warps < tokens * split + combine.threads // 32
 
 
 def test_the_ring_is_deep_enough_at_every_rate() -> None:
@@ -238,15 +250,14 @@ def test_precompiling_knows_what_a_packs_experts_mix() -> None:
 
 def test_few_items_of_exact_sums_get_twice_the_warps() -> None:
     form = MoeForm(True, 4)
-    one, many = plan("mul1", 1, form), plan("mul1", 64, form)
-    assert one.gemm_threads == (512, 512)  # 8 slots × 2 projections × 6 strips, and 8 × 16
-    assert many.gemm_threads == (256, 256)
+    one, many = gemms(plan("mul1", 1, form)), gemms(plan("mul1", 64, form))
+    assert [gemm.threads for gemm in one] == [512, 512]  # 8 slots × 2 projections × 6 strips, and 8 × 16
+    assert [gemm.threads for gemm in many] == [256, 256]
     for name in ("mcg", "mixed"):  # the order of float sums must not depend on the batch
-        assert plan(name, 1, form).gemm_threads == (256, 256)
-    for made in (one, many):
-        for instance, threads in zip(made.gemms, made.gemm_threads, strict=True):
-            assert dict(instance.macros)["INSTANCE_WARPS"] == str(threads // 32)
-            assert instance in instances(LAYERS["mul1"], H200)
+        assert [gemm.threads for gemm in gemms(plan(name, 1, form))] == [256, 256]
+    for gemm in (*one, *many):
+        assert dict(gemm.instance.macros)["INSTANCE_WARPS"] == str(gemm.threads // 32)
+        assert gemm.instance in instances(LAYERS["mul1"], H200)
 
 
 def test_tensors_that_kernels_would_misread_are_refused() -> None:

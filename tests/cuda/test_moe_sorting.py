@@ -7,24 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cuda.moe_host import (
-    COUNT,
-    H200,
-    IDENTITY,
-    MIXED,
-    ROUTE,
-    ROWS,
-    TURNS,
-    UNIFORM,
-    WIDE,
-    Memory,
-    arguments_of,
-    place_lists,
-    read,
-)
+from tests.cuda.moe_host import H200, IDENTITY, MIXED, NUMBERS, UNIFORM, WIDE, Memory, arguments_of, launch_alone, read
 from tests.ops.moe_layers import random_layer, random_routing
 from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs
-from vllm_exl3.cuda.moe_plan import TURN_THREADS, plan_moe
+from vllm_exl3.cuda.moe_plan import COUNT, ROUTE, ROWS, TURNS, plan_moe
 from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.pack.stored import Codebook
 
@@ -42,7 +28,7 @@ def test_slots_by_row_blocks_where_they_are_few_or_many(moe_library: ctypes.CDLL
     plan, memory = plan_moe(shape, tokens, IDENTITY, 2, H200), Memory()
     args = arguments_of(memory, layer, plan, pack_table(layer.projections), False)
     args.x, args.x_type, args.ids = memory.place(np.ones((tokens, 128), np.float32)), 2, memory.place(ids.numpy())
-    moe_library.run_kernel(ctypes.byref(args), ROWS, 0, tokens * top_k + 1, 2, 256, plan.rows_shared[0])
+    launch_alone(moe_library, args, plan, ROWS)
 
     flat = ids.numpy().ravel()
     here, counts = int((flat >= 0).sum()), np.bincount(flat[flat >= 0], minlength=experts)
@@ -64,11 +50,7 @@ def test_work_is_sorted_by_kind(moe_library: ctypes.CDLL, tokens: int) -> None:
     plan, memory = plan_moe(shape, tokens, WIDE, 32, H200), Memory()
     args = arguments_of(memory, layer, plan, pack_table(layer.projections), False)
     args.x, args.x_type, args.ids = memory.place(np.ones((tokens, 128), np.float32)), 2, memory.place(ids.numpy())
-    assert plan.route is not None
-    blocks, rows, threads, shared = plan.route
-    assert blocks == 1
-    moe_library.run_kernel(ctypes.byref(args), ROUTE, 0, 1, rows, threads, shared)
-    moe_library.run_kernel(ctypes.byref(args), TURNS, 0, 2, 1, TURN_THREADS, 0)
+    launch_alone(moe_library, args, plan, ROUTE, TURNS)
     listed = read(args.blocks, 4 * read(args.list_sizes, 1)[0]).reshape(-1, 4)
     for stage, parts in zip(args.stages, ((0, 1), (2,)), strict=True):
         turns = read(stage.turns, 4 * len(parts) * len(listed)).reshape(-1, 4)
@@ -90,18 +72,16 @@ def test_slots_are_sorted_by_one_block_or_several(moe_library: ctypes.CDLL, toke
     )
     plan, memory = plan_moe(shape, tokens, WIDE, 32, H200), Memory()
     args = MoeArgs(ids=memory.place(ids.numpy()), **plan.values)
-    scratch = np.full(plan.scratch, 0xFF, np.uint8)
-    base = scratch.ctypes.data
-    place_lists(args, plan, base)
-    assert plan.route is not None
-    blocks, _, threads, shared = plan.route
-    assert (blocks > 1) == (tokens > 90)
-    if blocks > 1:
-        moe_library.run_kernel(ctypes.byref(args), COUNT, 0, blocks, 1, threads, 4 * experts)
-    moe_library.run_kernel(ctypes.byref(args), ROUTE, 0, blocks, 1, threads, shared)
+    plan.scratch.place(args, memory.place(np.full(plan.scratch.size, 0xFF, np.uint8)))
+    sorting = [launch for launch in plan.launches if launch.instance in (COUNT, ROUTE)]
+    blocks = sorting[-1].grid[0]
+    assert (blocks > 1) == (len(sorting) > 1) == (tokens > 90)
+    for launch in sorting:  # without the blocks that look at x and at scales
+        number = NUMBERS[launch.instance]
+        moe_library.run_kernel(ctypes.byref(args), number, 0, blocks, 1, launch.threads, launch.shared)
 
     def found(part: str, count: int) -> np.ndarray:
-        return scratch[plan.parts[part] :][: 4 * count].view(np.int32)
+        return read(getattr(args, part), count)
 
     flat, starts, places = ids.numpy().ravel(), found("starts", experts + 1), found("places", ids.numel())
     counts = np.bincount(flat[flat >= 0], minlength=experts)

@@ -19,28 +19,12 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe_gemm import exact, gemm_instance
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm
-from vllm_exl3.cuda.moe_plan import (
-    COMBINE,
-    COMBINE_ROWS,
-    COMBINE_ROWS_THREADS,
-    COUNT,
-    GROUP_ROWS,
-    ROUTE,
-    ROW_THREADS,
-    ROWS,
-    TURN_THREADS,
-    TURNS,
-    MoePlan,
-    plan_moe,
-)
+from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, TURNS, MoePlan, plan_moe
 from vllm_exl3.ops.moe import MoECall
 
 __all__ = ["instances", "moe", "prepare"]
 
 _LEAVES = {"trellis": torch.int16, "suh": torch.float16, "svh": torch.float16, "bias": torch.float32}
-
-_COMBINE_CHANNELS = 1024
-"""Channels that a block of moe_combine.cu adds up."""
 
 
 def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.Tensor:
@@ -123,72 +107,17 @@ def checked_address(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
 def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: torch.device) -> None:
     # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only
     # after everything ahead of them has finished. So any number of streams and captured graphs may run at once.
-    stream = torch.cuda.current_stream(where).cuda_stream
-    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=where)
-    base = scratch.data_ptr()
-    parts, (first, second) = plan.parts, arguments.stages
-    for name, value in plan.values.items():
-        setattr(arguments, name, value)
-    for stage, values in zip(arguments.stages, plan.stages, strict=True):
+    scratch = torch.empty(plan.scratch.size, dtype=torch.uint8, device=where)
+    for target, values in zip((arguments, *arguments.stages), (plan.values, *plan.stages), strict=True):
         for name, value in values.items():
-            setattr(stage, name, value)
-    for name in (
-        "order",
-        "places",
-        "blocks",
-        "chunks",
-        "list_sizes",
-        "totals",
-        "row_largest",
-        "scale_largest",
-        "starts",
-    ):
-        setattr(arguments, name, base + parts[name])
-    first.rows, first.out = base + parts["first_rows"], base + parts["hidden"]
-    second.rows, second.out = base + parts["second_rows"], base + parts["first_rows"]
-    first.turns, second.turns = base + parts["turns"], base + parts["turns"] + plan.turns
-    slots = arguments.slots
-    for stage, before in ((first, 0), (second, first.projections)):
-        stage.undo, stage.sums = (base + parts[name] + 4 * plan.fact_rows * before for name in ("undo", "sums"))
-
-    dependent = device.limits.dependent_launch
-    if plan.route is not None:
-        _sort(device, plan, plan.route, arguments, stream)
-    for index, stage in enumerate(arguments.stages):
-        arguments.stage = index
-        sorting = index == 0 and plan.route is None
-        if plan.route is not None:
-            shared = plan.group_shared[index]
-            group = device.kernel(GROUP_ROWS[index])
-            group.allow_shared(shared)
-            group.launch((plan.group_grid[index], 1), plan.group_threads[index], shared, stream, [arguments], dependent)
-        else:
-            shared, rows = plan.rows_shared[index], device.kernel(ROWS)
-            rows.allow_shared(shared)
-            rows.launch((slots + sorting, stage.projections), ROW_THREADS, shared, stream, [arguments], dependent)
-        gemm = device.kernel(plan.gemms[index])
-        gemm.allow_shared(plan.gemm_shared)
-        grid, threads = (plan.gemm_grid[index], 1), plan.gemm_threads[index]
-        gemm.launch(grid, threads, plan.gemm_shared, stream, [arguments], dependent, plan.gemm_cluster)
-    if plan.route is not None:
-        combine, threads = device.kernel(COMBINE_ROWS), COMBINE_ROWS_THREADS
-        combine.launch((plan.combine_grid, 1), threads, 0, stream, [arguments], dependent)
-    else:
-        grid = (arguments.tokens, -(-second.out_width // _COMBINE_CHANNELS))
-        device.kernel(COMBINE).launch(grid, 256, 0, stream, [arguments], dependent)
-
-
-def _sort(
-    device: runtime.Device, plan: MoePlan, route: tuple[int, int, int, int], arguments: MoeArgs, stream: int
-) -> None:
-    (blocks, others, threads, shared), dependent = route, device.limits.dependent_launch
-    if blocks > 1:
-        device.kernel(COUNT).launch((blocks, 1), threads, 4 * arguments.experts, stream, [arguments], dependent)
-    kernel = device.kernel(ROUTE)
-    kernel.allow_shared(shared)
-    kernel.launch((blocks, others), threads, shared, stream, [arguments], dependent)
-    if plan.turns:
-        device.kernel(TURNS).launch((2, 1), TURN_THREADS, 0, stream, [arguments], dependent)
+            setattr(target, name, value)
+    plan.scratch.place(arguments, scratch.data_ptr())
+    stream, dependent = torch.cuda.current_stream(where).cuda_stream, device.limits.dependent_launch
+    for launch in plan.launches:
+        arguments.stage = launch.stage
+        kernel = device.kernel(launch.instance)
+        kernel.allow_shared(launch.shared)
+        kernel.launch(launch.grid, launch.threads, launch.shared, stream, [arguments], dependent, launch.cluster)
 
 
 def prepare(layers: Iterable[tuple[tuple[int, ...], int, int, int, int]], device: torch.device) -> None:
@@ -219,8 +148,7 @@ def check_shared(layer: Layer, limits: GpuLimits) -> None:
         ValueError: naming the widths and the bytes.
     """
     for form in moe_dispatch.every_form(layer, limits):
-        plan = plan_moe(layer, 1, form, 0, limits)
-        needed = max(plan.rows_shared if plan.route is None else plan.group_shared)
+        needed = max(launch.shared for launch in plan_moe(layer, 1, form, 0, limits).launches)
         if needed > limits.shared_memory:
             raise ValueError(
                 f"routed experts of {layer.hidden} and {layer.intermediate} channels, {layer.experts} of them: found "

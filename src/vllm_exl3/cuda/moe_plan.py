@@ -1,28 +1,16 @@
-"""Kernels, grids, shared memory and scratch of one call of the MoE op: arithmetic on shapes, without torch or a GPU."""
+"""The launches of one call of the MoE op: kernels, grids and shared memory. Arithmetic, without torch or a GPU."""
 
 import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits, round_up
-from vllm_exl3.cuda.moe_gemm import exact, gemm_instance, plan_gemm
+from vllm_exl3.cuda.moe_gemm import Gemm, exact, gemm_instance, plan_gemm
 from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
+from vllm_exl3.cuda.moe_scratch import CHUNK_ROWS, Scratch, Work, most_work, plan_scratch
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = [
-    "COMBINE",
-    "COMBINE_ROWS",
-    "COMBINE_ROWS_THREADS",
-    "COUNT",
-    "GROUP_ROWS",
-    "ROUTE",
-    "ROWS",
-    "ROW_THREADS",
-    "TURNS",
-    "TURN_THREADS",
-    "MoePlan",
-    "plan_moe",
-]
+__all__ = ["COMBINE", "COMBINE_ROWS", "COUNT", "GROUP_ROWS", "ROUTE", "ROWS", "TURNS", "Launch", "MoePlan", "plan_moe"]
 
 ROWS = Instance("moe_rows.cu", "exl3_moe_rows")
 GROUP_ROWS = tuple(
@@ -39,16 +27,12 @@ COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
 COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
 """The weighted sum where rows are grouped."""
 
-ROW_THREADS = 256
-"""Of moe_rows.cuh."""
+_ROW_THREADS, _TURN_THREADS, _COMBINE_ROWS_THREADS = 256, 1024, 128
+"""Of moe_rows.cuh, moe_turns.cu and moe_combine_rows.cu."""
 
-TURN_THREADS = 1024
-"""Of moe_turns.cu."""
+_COMBINE_THREADS, _COMBINE_CHANNELS = 256, 1024
+"""Of moe_combine.cu: threads of a block, and the channels that it adds up."""
 
-_CHUNK_ROWS = 16
-"""Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
-
-_ALIGN = 256
 _ROUTE_SHARED = 64 << 10
 """Bytes of shared memory that a single sorting block's counts may take: decides its warps."""
 
@@ -70,111 +54,51 @@ _CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOC
 _HIDDEN_WARPS = 12
 """Of moe_group_hidden.cuh: warps that a multiprocessor's registers hold."""
 
-COMBINE_ROWS_THREADS = 128
-"""Of moe_combine_rows.cu."""
-
 _COMBINE_WARPS = 32
-"""Of it on a multiprocessor, at least, where there are enough tokens and channels: twice what one holds."""
+"""Of moe_combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
 
-_SUMS_BEYOND = 256
-"""Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch, all but the arguments.
+
+    Attributes:
+        instance: the kernel.
+        grid: blocks in x and y.
+        threads: of a block.
+        shared: its dynamic shared memory in bytes.
+        stage: which one it works on, where it asks.
+        cluster: blocks in x that form a cluster.
+    """
+
+    instance: Instance
+    grid: tuple[int, int]
+    threads: int
+    shared: int = 0
+    stage: int = 0
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class MoePlan:
-    """The launches of one window of tokens, all but the pointers.
+    """One window of tokens, all but the pointers.
 
     Attributes:
-        gemms: the GEMM's instance for each stage.
-        gemm_grid: its blocks, at most, for each stage.
-        gemm_cluster: blocks of its clusters.
-        gemm_threads: threads of its blocks, for each stage.
-        gemm_shared: its dynamic shared memory.
-        turns: bytes of the first stage's `turns`; 0 where work is not sorted by kind.
-        route: the sorting launch, or None where the input transform sorts: its blocks in x, which sort, and in y;
-            threads and shared memory.
-        rows_shared: dynamic shared memory of the input transforms of both stages where rows lie by slot.
-        group_grid: blocks of the input transforms where rows are grouped.
-        group_threads: their threads.
-        group_shared: their dynamic shared memory.
-        combine_grid: blocks of the weighted sum where rows are grouped.
+        launches: in their order.
         values: fields of `MoeArgs` that follow from the shapes.
         stages: fields of its two `MoeStage`.
-        scratch: bytes of scratch.
-        parts: where its parts begin.
-        fact_rows: rows that `undo` and `sums` have for each projection.
+        scratch: what the launches hand on to each other.
     """
 
-    gemms: tuple[Instance, Instance]
-    gemm_grid: tuple[int, int]
-    gemm_cluster: int
-    gemm_threads: tuple[int, int]
-    gemm_shared: int
-    turns: int
-    route: tuple[int, int, int, int] | None
-    rows_shared: tuple[int, int]
-    group_grid: tuple[int, int]
-    group_threads: tuple[int, int]
-    group_shared: tuple[int, int]
-    combine_grid: int
+    launches: tuple[Launch, ...]
     values: dict[str, int]
     stages: tuple[dict[str, int], dict[str, int]]
-    scratch: int
-    parts: dict[str, int]
-    fact_rows: int
-
-
-def _route_shared(warps: int, experts: int) -> int:
-    """Bytes that route() in moe_route.cuh takes."""
-    return 4 * experts * (warps + 4)
-
-
-def _even_warps(blocks: int, most: int = ROW_THREADS // 32) -> int:
-    """Warps of a thread block that goes over so many 128-blocks, such that none is idle in the last round."""
-    return -(-blocks // -(-blocks // most))
-
-
-def _hidden(blocks: int, totals: int, limits: GpuLimits) -> tuple[int, int, bool]:
-    """Of the second stage's input transform: warps, shared memory, and whether what was activated is kept in it.
-
-    As many warps as have something to do at once on a multiprocessor, in thread blocks as large as that allows.
-    """
-    room = limits.shared_memory
-
-    def shared(warps: int, kept: int) -> int:
-        return totals + warps * _SCALE_BYTES + kept * _KEPT_BYTES
-
-    def busy(warps: int) -> tuple[float, int]:
-        resident = min(_HIDDEN_WARPS // warps, room // (shared(warps, blocks) + 1024))
-        return resident * blocks / -(-blocks // warps), warps
-
-    warps = max(range(1, _HIDDEN_WARPS + 1), key=busy)
-    if busy(warps)[0] > 0:
-        return warps, shared(warps, blocks), True
-    warps = _even_warps(blocks)
-    return warps, shared(warps, warps), False
-
-
-def _combine_grid(tokens: int, blocks: int, limits: GpuLimits) -> int:
-    """Blocks of moe_combine_rows.cu: as many warps a token as give every multiprocessor some rounds of them."""
-    split = min(blocks, -(-_COMBINE_WARPS * limits.multiprocessors // tokens))
-    return -(-tokens * split * 32 // COMBINE_ROWS_THREADS)
-
-
-def _route(largest: int, slots: int, experts: int) -> tuple[int, int, int, int]:
-    """`MoePlan.route`: one block with as many warps as fit sorts, or many small ones; others find `largest` values."""
-    blocks, warps = min(_ROUTE_BLOCKS, slots // _ROUTE_SLOTS), ROW_THREADS // 32
-    if blocks <= 1:
-        blocks, warps = 1, 32
-        while warps > 8 and _route_shared(warps, experts) > _ROUTE_SHARED:
-            warps //= 2
-    others = min(-(-largest // (warps * blocks)), _LARGEST_BLOCKS // blocks)
-    return blocks, 1 + others, 32 * warps, _route_shared(warps, experts)
+    scratch: Scratch
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: GpuLimits) -> MoePlan:
-    """Sizes of one window of tokens.
+    """What serves one window of tokens.
 
     Args:
         layer: what the layer is like.
@@ -183,80 +107,137 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
         fat_rows: experts with more rows than this take row blocks of the form's full size.
         limits: the GPU.
     """
-    slots, first = tokens * layer.top_k, layer.projections - 1
+    stages, gemm = _stages(layer), plan_gemm(layer, form, limits)
+    work = most_work(layer, tokens, form, gemm)
+    first, second = (_gemm(layer, form, gemm, work, stage, limits) for stage in stages)
+    sorters, keep = 1, False
+    if form.wide:
+        sorting, sorters = _sorting(layer, tokens, work)
+        hidden, keep = _hidden(stages[1], work, limits)
+        launches = (*sorting, _inputs(stages[0], work, limits), first, hidden, second, _sum(tokens, stages[1], limits))
+    else:
+        launches = _by_slot(layer, tokens, work, stages, first, second)
+    values = {
+        "tokens": tokens, "top_k": layer.top_k, "slots": work.slots, "experts": layer.experts,
+        "mapped": layer.total_experts, "projections": layer.projections, "tile_rows": form.tile_rows,
+        "fat_rows": fat_rows, "padded_rows": work.padded, "identity": int(form.identity),
+        "keep_hidden": int(keep), **gemm.values,
+    }  # fmt: skip
+    return MoePlan(launches, values, stages, plan_scratch(layer, tokens, form, work, stages, sorters))
+
+
+def _stages(layer: Layer) -> tuple[dict[str, int], dict[str, int]]:
+    """Fields of `MoeStage`: gate and up (or up alone), and down."""
     hidden, intermediate = round_up(layer.hidden, BLOCK), round_up(layer.intermediate, BLOCK)
-    gemm = plan_gemm(layer, form, limits)
-    padding, least = gemm.values["row_padding"], min(form.tile_rows, gemm.values["thin_rows"])
-    padded = min(slots * padding, round_up(slots + layer.experts * (padding - 1), padding))
-    blocks = min(slots, slots // least + layer.experts)
-    item, rows = (2, padded) if form.wide else (4, slots)  # of outputs; in all
-    by_kind = form.wide and len(layer.codes) > 1
-    facts = 4 * (rows * (first + 1) + (_SUMS_BEYOND if form.wide else 0))
-
-    chunks = padded // _CHUNK_ROWS + layer.experts
-    route = _route(tokens + layer.experts * first, slots, layer.experts)
-
-    sizes = {
-        # The first stage's rows are dead when the second stage's outputs are written.
-        "first_rows": max(first * padded * hidden * 2, rows * hidden * item),
-        "hidden": first * rows * intermediate * item,
-        "second_rows": padded * intermediate * 2,
-        "undo": facts,
-        "sums": facts,
-        "order": 4 * padded,
-        "places": 4 * slots,
-        "blocks": 16 * blocks,
-        "chunks": 16 * chunks if form.wide else 0,
-        "turns": 16 * blocks * layer.projections if by_kind else 0,
-        "list_sizes": 8,
-        "totals": 4 * route[0] * layer.experts,
-        "row_largest": 4 * tokens,
-        "scale_largest": 4 * layer.experts * first,
-        "starts": 4 * (layer.experts + 1),
-    }
-    parts, scratch = {}, 0
-    for name, size in sizes.items():
-        parts[name] = scratch
-        scratch += round_up(size, _ALIGN)
-
-    stages = (
+    return (
         {
-            "first": 0, "projections": first, "in_width": layer.hidden, "in_features": hidden,
+            "first": 0, "projections": layer.projections - 1, "in_width": layer.hidden, "in_features": hidden,
             "out_width": layer.intermediate, "out_features": intermediate,
         },
         {
-            "first": first, "projections": 1, "in_width": layer.intermediate, "in_features": intermediate,
-            "out_width": layer.hidden, "out_features": hidden,
+            "first": layer.projections - 1, "projections": 1, "in_width": layer.intermediate,
+            "in_features": intermediate, "out_width": layer.hidden, "out_features": hidden,
         },
     )  # fmt: skip
-    totals = [4 * _CHUNK_ROWS * stage["in_features"] // BLOCK for stage in stages]
-    hidden_warps, hidden_shared, keep = _hidden(intermediate // BLOCK, totals[1], limits)
-    values = {
-        "tokens": tokens, "top_k": layer.top_k, "slots": slots, "experts": layer.experts,
-        "mapped": layer.total_experts, "projections": layer.projections, "tile_rows": form.tile_rows,
-        "fat_rows": fat_rows, "padded_rows": padded, "identity": int(form.identity),
-        "keep_hidden": int(keep), **gemm.values,
-    }  # fmt: skip
-    items = [blocks * stage["projections"] * -(-stage["out_features"] // (gemm.width * BLOCK)) for stage in stages]
+
+
+def _gemm(layer: Layer, form: MoeForm, gemm: Gemm, work: Work, stage: dict[str, int], limits: GpuLimits) -> Launch:
+    items = work.blocks * stage["projections"] * -(-stage["out_features"] // (gemm.width * BLOCK))
     # Few items leave a multiprocessor's other warps idle, so they get twice the warps.
-    alone = [exact(layer.codes, form) and count <= limits.multiprocessors for count in items]
-    sorting = 0 if form.wide else max(_route_shared(ROW_THREADS // 32, layer.experts), _FEW_SHARED)
-    return MoePlan(
-        gemms=(gemm_instance(layer.codes, form, alone=alone[0]), gemm_instance(layer.codes, form, alone=alone[1])),
-        gemm_grid=(form.cluster * min(gemm.resident, items[0]), form.cluster * min(gemm.resident, items[1])),
-        gemm_cluster=form.cluster,
-        gemm_threads=(gemm.threads << alone[0], gemm.threads << alone[1]),
-        gemm_shared=gemm.shared,
-        turns=16 * blocks * first if by_kind else 0,
-        route=route if form.wide else None,
-        group_grid=(min(2 * limits.multiprocessors, chunks), min(8 * limits.multiprocessors, chunks)),
-        group_threads=(32 * _even_warps(hidden // BLOCK), 32 * hidden_warps),
-        group_shared=(_CHUNKS_BYTES + first * totals[0] + _even_warps(hidden // BLOCK) * _INPUT_BYTES, hidden_shared),
-        combine_grid=_combine_grid(tokens, hidden // BLOCK, limits),
-        rows_shared=(max(16 + 4 * hidden, sorting), 16 + 4 * intermediate),
-        values=values,
-        stages=stages,
-        scratch=scratch,
-        parts=parts,
-        fact_rows=rows,
+    alone = exact(layer.codes, form) and items <= limits.multiprocessors
+    return Launch(
+        gemm_instance(layer.codes, form, alone=alone),
+        (form.cluster * min(gemm.resident, items), 1),
+        gemm.threads << alone,
+        gemm.shared,
+        int(stage["first"] > 0),
+        form.cluster,
     )
+
+
+def _by_slot(
+    layer: Layer, tokens: int, work: Work, stages: tuple[dict[str, int], ...], first: Launch, second: Launch
+) -> tuple[Launch, ...]:
+    """Where rows lie by slot. One more block of the input transform sorts the slots meanwhile."""
+    sorting = max(_route_shared(_ROW_THREADS // 32, layer.experts), _FEW_SHARED)
+    shared = [16 + 4 * stage["in_features"] for stage in stages]
+    parts = -(-stages[1]["out_width"] // _COMBINE_CHANNELS)
+    return (
+        Launch(ROWS, (work.slots + 1, stages[0]["projections"]), _ROW_THREADS, max(shared[0], sorting), 0),
+        first,
+        Launch(ROWS, (work.slots, 1), _ROW_THREADS, shared[1], 1),
+        second,
+        Launch(COMBINE, (tokens, parts), _COMBINE_THREADS, 0, 1),
+    )
+
+
+def _route_shared(warps: int, experts: int) -> int:
+    """Bytes that route() in moe_route.cuh takes."""
+    return 4 * experts * (warps + 4)
+
+
+def _sorting(layer: Layer, tokens: int, work: Work) -> tuple[list[Launch], int]:
+    """What makes the lists where rows are grouped, and how many thread blocks sort slots.
+
+    One block with as many warps as fit, or many small ones; others find the largest values of tokens and scales.
+    """
+    blocks, warps = min(_ROUTE_BLOCKS, work.slots // _ROUTE_SLOTS), _ROW_THREADS // 32
+    if blocks <= 1:
+        blocks, warps = 1, 32
+        while warps > 8 and _route_shared(warps, layer.experts) > _ROUTE_SHARED:
+            warps //= 2
+    largest = tokens + layer.experts * (layer.projections - 1)
+    others = min(-(-largest // (warps * blocks)), _LARGEST_BLOCKS // blocks)
+    launches = [Launch(ROUTE, (blocks, 1 + others), 32 * warps, _route_shared(warps, layer.experts))]
+    if blocks > 1:
+        launches.insert(0, Launch(COUNT, (blocks, 1), 32 * warps, 4 * layer.experts))
+    if work.by_kind:
+        launches.append(Launch(TURNS, (2, 1), _TURN_THREADS))
+    return launches, blocks
+
+
+def _inputs(stage: dict[str, int], work: Work, limits: GpuLimits) -> Launch:
+    """The first stage's input transform where rows are grouped."""
+    blocks = stage["in_features"] // BLOCK
+    warps = _even_warps(blocks)
+    shared = _CHUNKS_BYTES + stage["projections"] * _totals(blocks) + warps * _INPUT_BYTES
+    return Launch(GROUP_ROWS[0], (min(2 * limits.multiprocessors, work.chunks), 1), 32 * warps, shared, 0)
+
+
+def _hidden(stage: dict[str, int], work: Work, limits: GpuLimits) -> tuple[Launch, bool]:
+    """The second stage's, and whether what was activated is kept in shared memory.
+
+    As many warps as have something to do at once on a multiprocessor, in thread blocks as large as that allows.
+    """
+    blocks, room = stage["in_features"] // BLOCK, limits.shared_memory
+
+    def shared(warps: int, kept: int) -> int:
+        return _totals(blocks) + warps * _SCALE_BYTES + kept * _KEPT_BYTES
+
+    def busy(warps: int) -> tuple[float, int]:
+        resident = min(_HIDDEN_WARPS // warps, room // (shared(warps, blocks) + 1024))
+        return resident * blocks / -(-blocks // warps), warps
+
+    warps = max(range(1, _HIDDEN_WARPS + 1), key=busy)
+    keep = busy(warps)[0] > 0
+    if not keep:
+        warps = _even_warps(blocks)
+    grid = (min(8 * limits.multiprocessors, work.chunks), 1)
+    return Launch(GROUP_ROWS[1], grid, 32 * warps, shared(warps, blocks if keep else warps), 1), keep
+
+
+def _totals(blocks: int) -> int:
+    """Bytes of the sums of a chunk's rows, in every 128-block."""
+    return 4 * CHUNK_ROWS * blocks
+
+
+def _even_warps(blocks: int, most: int = _ROW_THREADS // 32) -> int:
+    """Warps of a thread block that goes over so many 128-blocks, such that none is idle in the last round."""
+    return -(-blocks // -(-blocks // most))
+
+
+def _sum(tokens: int, stage: dict[str, int], limits: GpuLimits) -> Launch:
+    """The weighted sum: as many warps a token as give every multiprocessor some rounds of them."""
+    split = min(stage["out_features"] // BLOCK, -(-_COMBINE_WARPS * limits.multiprocessors // tokens))
+    grid = (-(-tokens * split * 32 // _COMBINE_ROWS_THREADS), 1)
+    return Launch(COMBINE_ROWS, grid, _COMBINE_ROWS_THREADS, 0, 1)
