@@ -1,4 +1,4 @@
-"""From loose tensors to EXL3 objects: linears, row-coded embeddings, n-gram tables, expert groups.
+"""From loose tensors to EXL3 objects: linears, quantized embeddings, n-gram tables.
 
 A trellis decides: rank 3 is a linear, rank 2 with signs an embedding, rank 2 with a head bias an
 n-gram table. Everything is read off shapes, dtypes and names; metadata is not consulted.
@@ -7,7 +7,7 @@ Source: the EXL3 format as written by exllamav3 1.6.5.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm_exl3.pack.errors import Exl3PackError
@@ -16,7 +16,6 @@ from vllm_exl3.pack.stored import (
     HALF_BITS,
     TILE,
     Codebook,
-    ExpertGroup,
     StoredLinear,
     StoredNgramTable,
     StoredRowTable,
@@ -25,7 +24,6 @@ from vllm_exl3.pack.stored import (
 )
 
 __all__ = [
-    "EXPERT",
     "LINEAR_LEAVES",
     "MARKERS",
     "NGRAM_EXTRA",
@@ -35,7 +33,6 @@ __all__ = [
     "Assembly",
     "assemble",
     "assemble_linear",
-    "group_experts",
 ]
 
 Tensors = Mapping[str, StoredTensor]
@@ -62,8 +59,6 @@ SCALE_GROUP = 128
 
 NGRAM_EXTRA = ("head_offsets", "head_vocab_sizes", "layer_multipliers")
 
-EXPERT = re.compile(r"^(?P<mlp>.+)\.experts\.(?P<index>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w1|w3|w2)$")
-_ROLE = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 _NGRAM_SHARD = re.compile(r"^(?P<key>.+)\.shard_(?P<index>\d+)$")
 
 
@@ -276,19 +271,6 @@ def _ring_bits(trellis: StoredTensor, words: int, groups: int, width: int) -> in
     if rest or not 1 <= bits <= 8:
         raise _shape(trellis, f"{groups} ring(s) of 1 + {width // TILE}·K words a row with K in 1..8")
     return bits
-
-
-def group_experts(keys: Iterable[str]) -> dict[str, ExpertGroup]:
-    """Group the linears named ``<mlp>.experts.<index>.<projection>`` by MLP."""
-    members: defaultdict[str, defaultdict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    for key in keys:
-        if ".experts." in key and (match := EXPERT.match(key)):
-            members[match["mlp"]][int(match["index"])][_ROLE[match["name"]]] = key
-    groups = {}
-    for mlp, experts in members.items():
-        seen = {role for roles in experts.values() for role in roles}
-        groups[mlp] = ExpertGroup(mlp, tuple(role for role in ("gate", "up", "down") if role in seen), dict(experts))
-    return groups
 
 
 def _expect_dtype(tensor: StoredTensor, *dtypes: str) -> None:

@@ -8,12 +8,12 @@ wrapper components and must end at one candidate, else it is an error that lists
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from vllm_exl3.pack.assemble import EXPERT
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.experts import EXPERT
 from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.parts import Part, Resolution
 from vllm_exl3.pack.skip import Skipper, main_layers
 from vllm_exl3.pack.spelling import (
     EMBEDDING_NAMES,
@@ -30,45 +30,12 @@ from vllm_exl3.pack.stored import (
     StoredNgramTable,
     StoredRowTable,
     StoredScaledTable,
-    StoredTensor,
 )
 
-__all__ = ["NameResolver", "Part", "Resolution"]
+__all__ = ["NameResolver"]
 
 _SLICE = re.compile(r"^(?P<key>.+)\.slice\.(?P<index>\d+)$")
 _SAMPLES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One stored module: an EXL3 linear, a dense weight, or the slices of one wide linear.
-
-    Attributes:
-        key: the module's key in the checkpoint.
-        linear: its EXL3 form, or None.
-        dense: its plain ``.weight``, or None.
-        slices: the EXL3 linears ``key.slice.0`` …, in order; empty for an unsliced module.
-        slice_axis: whether the slices follow each other along the outputs (gate, up) or the inputs (down).
-    """
-
-    key: str
-    linear: StoredLinear | None
-    dense: StoredTensor | None
-    slices: tuple[StoredLinear, ...] = ()
-    slice_axis: Literal["in", "out"] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """The stored modules that fill one vLLM module, in the order of its output columns."""
-
-    prefix: str
-    parts: tuple[Part, ...]
-
-    @property
-    def linears(self) -> tuple[StoredLinear, ...]:
-        """The EXL3 linears among the parts."""
-        return tuple(part.linear for part in self.parts if part.linear is not None)
 
 
 def _identity(name: str) -> str | None:

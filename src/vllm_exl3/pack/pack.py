@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.pack import metadata
-from vllm_exl3.pack.assemble import assemble, group_experts
+from vllm_exl3.pack.assemble import assemble
 from vllm_exl3.pack.bfloat16 import from_bfloat16
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.experts import group_experts
 from vllm_exl3.pack.files import INDEX, missing_file_fault, no_trellis_fault, sharded_state_fault, weight_files
 from vllm_exl3.pack.headers import FileHeader, paused_gc, read_header
 from vllm_exl3.pack.source import LocalFolder, Source

@@ -20,7 +20,8 @@ from vllm_exl3 import env
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.metadata import architectures
-from vllm_exl3.pack.names import NameResolver, Resolution
+from vllm_exl3.pack.names import NameResolver
+from vllm_exl3.pack.parts import Resolution
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.delegate import SourceFormat

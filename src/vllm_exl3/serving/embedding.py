@@ -18,7 +18,7 @@ from vllm_exl3.ops import backends
 from vllm_exl3.ops.embedding import embedding_reference, row_chunk
 from vllm_exl3.pack.assemble import RING_GROUP
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.scaled_rows import row_layout
 from vllm_exl3.pack.stored import TILE, StoredRowTable, StoredScaledTable
 from vllm_exl3.serving.head import Exl3HeadMethod

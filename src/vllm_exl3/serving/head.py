@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.serving.layout import Output
 from vllm_exl3.serving.linear import Exl3LinearMethod
 

@@ -12,7 +12,7 @@ import torch
 
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear, pad_to_block
 from vllm_exl3.plan.partition import Piece, piece
 

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import TILE, Codebook
 from vllm_exl3.serving.layout import Layout, Output, Slot, layer_outputs
 from vllm_exl3.serving.loading import (

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.names import Part
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import StoredTensor
 from vllm_exl3.pack.values import check_marker, check_scales
 
