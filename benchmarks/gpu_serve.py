@@ -4,7 +4,7 @@
     python benchmarks/gpu_serve.py golden PACK ...          relative error and KL divergence from exllamav3's logits
     python benchmarks/gpu_serve.py graphs PACK ...          tokens with FULL_AND_PIECEWISE graphs and with none
     python benchmarks/gpu_serve.py batch PACK ...           prompts alone and in a batch, under VLLM_BATCH_INVARIANT=1
-    python benchmarks/gpu_serve.py memory {PACK,random}     what stays allocated, and load time beside reading alone
+    python benchmarks/gpu_serve.py memory {PACK,random}     what stays allocated (load times: gpu_load.py)
     python benchmarks/gpu_serve.py speed exl3 bf16 [--batches 1 8 32]
     (each with --out FILE: rows are written as they are measured)
 
