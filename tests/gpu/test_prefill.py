@@ -48,6 +48,24 @@ def test_parts_are_ended_alike_beside_another_stream(rows: int, tokens: int | No
         assert torch.equal(out, first)
 
 
+@pytest.mark.parametrize("least", [0.0, 6e-8, 1e-5])
+def test_channels_with_next_to_no_scale_may_hold_anything(least: float) -> None:
+    """Against the same input in float32, which another kernel rotates."""
+    from vllm_exl3.cuda import prefill
+    from vllm_exl3.cuda.timing import random_weights
+    from vllm_exl3.ops.shards import Shard
+
+    shard = Shard(8, 2, 1024, 1024, 0, 1024)
+    trellis, suh, svh = random_weights(shard, 1)
+    suh[256:512] = least
+    x = torch.randn(130, 1024, device="cuda").bfloat16()
+    x[::2, 256:512] *= 1e5
+    found, expected = x.new_empty((130, 1024)), torch.empty((130, 1024), device="cuda")
+    prefill.prefill(x, trellis, suh, svh, None, (shard,), found)
+    prefill.prefill(x.float(), trellis, suh, svh, None, (shard,), expected)
+    assert (found.float() - expected).norm() <= 4e-3 * expected.norm()
+
+
 def test_scratch_is_bounded_and_returned() -> None:
     from vllm_exl3.cuda import prefill
     from vllm_exl3.cuda.timing import random_weights

@@ -12,9 +12,9 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm_exl3.pack.parts import Part
 
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear, StoredTensor
 from vllm_exl3.serving.layout import DenseSlot, Layout, Output, Slot, layer_outputs
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm_exl3.pack.parts import Part
 
 from tests.serving.conftest import Tensors
 from tests.serving.engine import engine, generate
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import Codebook, StoredLinear, StoredTensor
 from vllm_exl3.serving.loading import LoadedParts
 from vllm_exl3.serving.unloaded import is_target_s, watched
