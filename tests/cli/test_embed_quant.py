@@ -201,6 +201,14 @@ def test_json_that_says_something_else_is_kept(name: str, text: str, tmp_path: P
     assert before.keys() <= after.keys()
 
 
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    source = plain(tmp_path / "source")
+    (source / "config.json").unlink()
+    with pytest.raises(Exl3PackError, match=r"no config\.json"):
+        quantize_embedding(source, tmp_path / "target", 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_an_existing_target_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     result = CliRunner().invoke(

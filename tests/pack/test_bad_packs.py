@@ -127,6 +127,8 @@ BAD_PACKS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         (SHARD_1, SHARD_2),
     ),
     "no file at all": (_after(lambda f: (f / FILE).unlink()), ("no *.safetensors",)),
+    "no config.json": (_after(lambda f: (f / "config.json").unlink()), ("no config.json", "architecture")),
+    "config.json that says nothing": (_after(lambda f: (f / "config.json").write_text("{}")), ("no config.json",)),
     "config.json that is no JSON": (_after(lambda f: (f / "config.json").write_text("{")), ("config.json",)),
     "quantization_config.json cut": (
         _after(lambda f: os.truncate(f / "quantization_config.json", 900)),

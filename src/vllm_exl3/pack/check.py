@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
-from vllm_exl3.pack.files import INDEX, missing_file_fault
+from vllm_exl3.pack.files import INDEX, missing_file_fault, no_config_fault
 from vllm_exl3.pack.metadata import architectures, text_configs
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, classify, main_layers
@@ -53,6 +53,8 @@ def find_faults(pack: Pack) -> Iterator[Exl3PackError]:
     """Every fault of a pack, the most telling first."""
     if fault := missing_file_fault(pack):
         yield fault
+    if not pack.config:
+        yield no_config_fault(pack.source)
     yield from _index_faults(pack)
     yield from _declaration_faults(pack)
     yield from audit_ledger(pack).faults

@@ -89,7 +89,7 @@ def claim_warnings(pack: Pack) -> Iterator[str]:
     differences = [*_summary_differences(pack)]
     if differences:
         yield f"metadata disagrees with the tensors, which are served as stored: {'; '.join(differences)}"
-    if not declared_blocks(pack.config):
+    if pack.config and not declared_blocks(pack.config):
         yield (
             "config.json has no quantization_config, so vLLM takes this pack for an unquantized model: "
             "start it with --quantization exl3"

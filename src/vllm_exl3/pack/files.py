@@ -11,7 +11,14 @@ from vllm_exl3.pack.source import Source
 if TYPE_CHECKING:
     from vllm_exl3.pack.pack import Pack
 
-__all__ = ["INDEX", "missing_file_fault", "no_trellis_fault", "sharded_state_fault", "weight_files"]
+__all__ = [
+    "INDEX",
+    "missing_file_fault",
+    "no_config_fault",
+    "no_trellis_fault",
+    "sharded_state_fault",
+    "weight_files",
+]
 
 INDEX = "model.safetensors.index.json"
 
@@ -59,6 +66,16 @@ def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
         expected=f"every file that {wanted[missing[0]]} refers to",
         where=pack.source,
         remedy="Fetch the missing files; if the index is from another revision, fetch the index too.",
+    )
+
+
+def no_config_fault(where: str) -> Exl3PackError:
+    """The fault of a folder or repository ``where`` that does not say what its tensors are of."""
+    return Exl3PackError(
+        found="no config.json, or one that says nothing",
+        expected="the model's own: vLLM takes the architecture from it",
+        where=where,
+        remedy="Fetch it from where the weights came from.",
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.files import INDEX
+from vllm_exl3.pack.files import INDEX, no_config_fault
 from vllm_exl3.pack.metadata import SIDECAR, parse_object
 from vllm_exl3.pack.source import LocalFolder
 from vllm_exl3.pack.stored import StoredTensor
@@ -25,14 +25,17 @@ class TableDescriptions:
         source: the model's folder.
 
     Raises:
-        Exl3PackError: one of the files is no JSON, or what it should map tensors or modules with is no object.
+        Exl3PackError: there is no ``config.json``, one of the files is no JSON, or what it should map tensors or modules with is no object.
     """
 
     files = (_CONFIG, INDEX, SIDECAR)
 
     def __init__(self, source: LocalFolder) -> None:
         self._source = source
-        self._config = self._read(_CONFIG, _TABLES) or {}
+        config = self._read(_CONFIG, _TABLES)
+        if config is None:
+            raise no_config_fault(source.label)
+        self._config = config
         self._index = self._read(INDEX, _MAP)
         self._ledger = self._read(SIDECAR, _LEDGER)
 
