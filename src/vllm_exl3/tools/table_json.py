@@ -25,7 +25,8 @@ class TableDescriptions:
         source: the model's folder.
 
     Raises:
-        Exl3PackError: there is no ``config.json``, one of the files is no JSON, or what it should map tensors or modules with is no object.
+        Exl3PackError: there is no ``config.json``, one of the files is no JSON, or what it should map tensors or
+            modules with is no object.
     """
 
     files = (_CONFIG, INDEX, SIDECAR)
