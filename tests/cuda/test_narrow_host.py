@@ -20,6 +20,7 @@ from vllm_exl3.cuda.narrow import inverse_of, plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.ops.trellis import decode, hadamard
+from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.pack.tile import unpack_states
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
@@ -184,13 +185,24 @@ def test_a_row_of_nan_is_not_waited_for(library: ctypes.CDLL, name: str) -> None
     assert torch.equal(found[0], expected[0])
 
 
+MULTIPLIERS, ADDENDS = {2: 0x83DCD12D, 1: 0xCBAC1FED, 0: 89226354}, {2: 0, 1: 0, 0: 64248484}
+"""By which the codebooks make product words of states, and what they add."""
+
+
 @pytest.mark.parametrize("half_bits", (*range(2, 17, 2), 3, 5, 7))
-def test_states_as_the_products_take_them(library: ctypes.CDLL, half_bits: int) -> None:
+@pytest.mark.parametrize("codebook", MULTIPLIERS)
+@pytest.mark.parametrize("decoded", (0, 1))
+def test_product_words_of_every_kind(library: ctypes.CDLL, half_bits: int, codebook: int, decoded: int) -> None:
     tiles = np.random.default_rng(half_bits).integers(0, 1 << 16, (20, 8 * half_bits), dtype=np.uint16)
     found = np.zeros((20, 256), np.uint32)
-    for tile, states in zip(tiles, found, strict=True):
-        library.run_states(ctypes.c_void_p(tile.ctypes.data), half_bits, ctypes.c_void_p(states.ctypes.data))
-    np.testing.assert_array_equal(found, unpack_states(tiles.view(np.int16), half_bits))
+    for tile, words in zip(tiles, found, strict=True):
+        arguments = (ctypes.c_void_p(array.ctypes.data) for array in (tile, words))
+        library.run_words(next(arguments), half_bits, codebook, decoded, next(arguments))
+    states = unpack_states(tiles.view(np.int16), half_bits).astype(np.uint64)
+    expected = ((states * MULTIPLIERS[codebook] + ADDENDS[codebook]) & 0xFFFFFFFF).astype(np.uint32)
+    if codebook != Codebook.MUL1:
+        expected = expected & 0x8FFF8FFF ^ 0x3B603B60
+    np.testing.assert_array_equal(found, expected)
 
 
 def _around_multiples(divisors: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -34,8 +34,9 @@ struct HostWords {
 template <int P>
 void states(uint16_t* out, const u32 (&words)[Window<HALF_BITS_UNDER_TEST>::words]) {
     if constexpr (P < 32) {
-        const u32 state = Window<HALF_BITS_UNDER_TEST>::template get<P>(words);
-        out[P] = state >> 16 ? 0xdead : uint16_t(state);  // the upper half must be clear
+        using W = Window<HALF_BITS_UNDER_TEST>;
+        const u32 state = W::template get<P>(words);
+        out[P] = state >> 16 == (W::twice ? state & 0xffff : 0) ? uint16_t(state) : 0xdead;
         states<P + 1>(out, words);
     }
 }

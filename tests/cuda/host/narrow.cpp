@@ -44,34 +44,48 @@ extern "C" void run_over(const u32* n, const u32* inverses, u32* out, u32 count)
     for (u32 i = 0; i < count; ++i) out[i] = over(n[i], inverses[i]);
 }
 
-template <int HALF_BITS>
-void states_of(const u32* tile, u32* out) {
+template <int CODEBOOK, int HALF_BITS>
+void words_of(const u32* tile, bool decoded, u32* out) {
     launch(1, 1, 32, 16 * HALF_BITS, [=] {
         const int lane = threadIdx.x;
         if (lane == 0) memcpy(memory, tile, 16 * HALF_BITS);
         __syncwarp();
-        u32 words[Window<HALF_BITS>::words], states[4][8];
+        u32 words[Window<HALF_BITS>::words], products[4][8];
         load_words<HALF_BITS>(words, SharedWords{SHARED_BASE}, lane);
-        eight_states<HALF_BITS, 0>(states[0], words), eight_states<HALF_BITS, 1>(states[1], words);
-        eight_states<HALF_BITS, 2>(states[2], words), eight_states<HALF_BITS, 3>(states[3], words);
-        if (lane % 4 == 0) memcpy(out + 8 * lane, states, sizeof states);
+        const auto cut = [&](auto kind) {
+            using K = decltype(kind);
+            eight_words<K, 0>(products[0], words), eight_words<K, 1>(products[1], words);
+            eight_words<K, 2>(products[2], words), eight_words<K, 3>(products[3], words);
+        };
+        if (decoded) cut(Kind<HALF_BITS, CODEBOOK, HALF, 8>{});
+        else cut(Kind<HALF_BITS, CODEBOOK, CODEBOOK == MUL1 ? INTEGER : PAIR, 8>{});
+        if (lane % 4 == 0) memcpy(out + 8 * lane, products, sizeof products);
     });
 }
 
-// The 256 states of a tile.
-extern "C" void run_states(const u32* tile, int half_bits, u32* out) {
+template <int CODEBOOK>
+void words_of_any(const u32* tile, int half_bits, bool decoded, u32* out) {
     switch (half_bits) {
-        case 2: return states_of<2>(tile, out);
-        case 3: return states_of<3>(tile, out);
-        case 4: return states_of<4>(tile, out);
-        case 5: return states_of<5>(tile, out);
-        case 6: return states_of<6>(tile, out);
-        case 7: return states_of<7>(tile, out);
-        case 8: return states_of<8>(tile, out);
-        case 10: return states_of<10>(tile, out);
-        case 12: return states_of<12>(tile, out);
-        case 14: return states_of<14>(tile, out);
-        case 16: return states_of<16>(tile, out);
+        case 2: return words_of<CODEBOOK, 2>(tile, decoded, out);
+        case 3: return words_of<CODEBOOK, 3>(tile, decoded, out);
+        case 4: return words_of<CODEBOOK, 4>(tile, decoded, out);
+        case 5: return words_of<CODEBOOK, 5>(tile, decoded, out);
+        case 6: return words_of<CODEBOOK, 6>(tile, decoded, out);
+        case 7: return words_of<CODEBOOK, 7>(tile, decoded, out);
+        case 8: return words_of<CODEBOOK, 8>(tile, decoded, out);
+        case 10: return words_of<CODEBOOK, 10>(tile, decoded, out);
+        case 12: return words_of<CODEBOOK, 12>(tile, decoded, out);
+        case 14: return words_of<CODEBOOK, 14>(tile, decoded, out);
+        case 16: return words_of<CODEBOOK, 16>(tile, decoded, out);
         default: stop("no such kind");
+    }
+}
+
+// The 256 product words of a tile, as the products of an arithmetic take them.
+extern "C" void run_words(const u32* tile, int half_bits, int codebook, int decoded, u32* out) {
+    switch (codebook) {
+        case INST3: return words_of_any<INST3>(tile, half_bits, decoded, out);
+        case MCG: return words_of_any<MCG>(tile, half_bits, decoded, out);
+        default: return words_of_any<MUL1>(tile, half_bits, decoded, out);
     }
 }

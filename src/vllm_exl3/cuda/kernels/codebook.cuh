@@ -14,7 +14,7 @@ enum Arithmetic : int { INTEGER = 0, PAIR = 1, HALF = 2, BYTE = 3 };
 constexpr int MUL1_SCALE_18 = 1774;       // k_inv = 1774·2^-18, fp16 0x1EEE
 constexpr int MUL1_OFFSET_18 = -905216;   // 1024·k_inv + k_bias = -3.453125 = -905216·2^-18
 
-constexpr u32 MCG_MULTIPLIER = 0xCBAC1FEDu, INST3_MULTIPLIER = 89226354u, INST3_ADDEND = 64248484u;
+constexpr u32 MUL1_MULTIPLIER = 0x83DCD12Du, MCG_MULTIPLIER = 0xCBAC1FEDu, INST3_MULTIPLIER = 89226354u, INST3_ADDEND = 64248484u;
 
 // What the two other codebooks make of a product: two fp16.
 __device__ __forceinline__ u32 halves_of(u32 x) {
@@ -23,10 +23,13 @@ __device__ __forceinline__ u32 halves_of(u32 x) {
     return halves;
 }
 
-template <int CODEBOOK>
+// A state that stands in both halves of its word (TWICE) is s·(1 + 2^16), which its multiplier times 1 - 2^16 undoes modulo 2^32.
+template <int CODEBOOK, bool TWICE = false>
 __device__ __forceinline__ u32 product_word(u32 state) {
-    if constexpr (CODEBOOK == MUL1) return state * 0x83DCD12Du;
-    return halves_of(CODEBOOK == MCG ? state * MCG_MULTIPLIER : state * INST3_MULTIPLIER + INST3_ADDEND);
+    constexpr u32 once = CODEBOOK == MUL1 ? MUL1_MULTIPLIER : CODEBOOK == MCG ? MCG_MULTIPLIER : INST3_MULTIPLIER;
+    constexpr u32 multiplier = TWICE ? once - (once << 16) : once;
+    if constexpr (CODEBOOK == MUL1) return state * multiplier;
+    return halves_of(CODEBOOK == MCG ? state * multiplier : state * multiplier + INST3_ADDEND);
 }
 
 // Two product words of the other codebooks to two fp16 weights.
@@ -38,9 +41,9 @@ __device__ __forceinline__ u32 sum_of_halves(u32 x, u32 y) {
 }
 
 // Two states to two fp16 weights, the first in the low half.
-template <int CODEBOOK>
+template <int CODEBOOK, bool TWICE = false>
 __device__ __forceinline__ u32 decode_pair(u32 first, u32 second) {
-    const u32 x = product_word<CODEBOOK>(first), y = product_word<CODEBOOK>(second);
+    const u32 x = product_word<CODEBOOK, TWICE>(first), y = product_word<CODEBOOK, TWICE>(second);
     u32 weights;
     if constexpr (CODEBOOK == MUL1) {
         // 0x6400 + B is the fp16 number 1024 + B; one fused multiply-add rounds once, as the format asks.
@@ -64,6 +67,7 @@ __device__ __forceinline__ u32 byte_sums(u32 x, u32 y) {
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(both) : "r"(high), "r"(0x10000u), "r"(low));
     return both;
 }
+template <bool TWICE>
 __device__ __forceinline__ u32 decode_byte_sums(u32 first, u32 second) {
-    return byte_sums(product_word<MUL1>(first), product_word<MUL1>(second));
+    return byte_sums(product_word<MUL1, TWICE>(first), product_word<MUL1, TWICE>(second));
 }

@@ -23,7 +23,7 @@ template <int P>
 __device__ __forceinline__ void decode_positions(float* block, const u32 (&words)[Window<INSTANCE_HALF_BITS>::words]) {
     if constexpr (P < 32) {
         using W = Window<INSTANCE_HALF_BITS>;
-        const u32 weights = decode_pair<INSTANCE_CODEBOOK>(W::template get<P>(words), W::template get<P + 1>(words));
+        const u32 weights = decode_pair<INSTANCE_CODEBOOK, W::twice>(W::template get<P>(words), W::template get<P + 1>(words));
         constexpr int k = 2 * (P >> 3) + 8 * (P >> 1 & 1), channel = 8 * (P >> 2 & 1);
         block[k * PITCH + channel] = half_to_float(u16(weights));
         block[(k + 1) * PITCH + channel] = half_to_float(u16(weights >> 16));

@@ -54,10 +54,10 @@ struct SharedWords {
 template <class K, int I>
 __device__ __forceinline__ void decode_step(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
     using W = typename K::Window;
-    a[0] = decode_pair<K::codebook>(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
-    a[1] = decode_pair<K::codebook>(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
-    a[2] = decode_pair<K::codebook>(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
-    a[3] = decode_pair<K::codebook>(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
+    a[0] = decode_pair<K::codebook, W::twice>(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
+    a[1] = decode_pair<K::codebook, W::twice>(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
+    a[2] = decode_pair<K::codebook, W::twice>(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
+    a[3] = decode_pair<K::codebook, W::twice>(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
 }
 
 template <class K, int I, int H>
@@ -69,10 +69,10 @@ __device__ __forceinline__ void multiply_step(typename Sum<K::arithmetic>::type 
     if constexpr (K::arithmetic == HALF) {
         decode_step<K, I>(a, words);
     } else {
-        a[0] = product_word<K::codebook>(W::template get<8 * I + 2 * H>(words));
-        a[1] = product_word<K::codebook>(W::template get<8 * I + 4 + 2 * H>(words));
-        a[2] = product_word<K::codebook>(W::template get<8 * I + 2 * H + 1>(words));
-        a[3] = product_word<K::codebook>(W::template get<8 * I + 5 + 2 * H>(words));
+        a[0] = product_word<K::codebook, W::twice>(W::template get<8 * I + 2 * H>(words));
+        a[1] = product_word<K::codebook, W::twice>(W::template get<8 * I + 4 + 2 * H>(words));
+        a[2] = product_word<K::codebook, W::twice>(W::template get<8 * I + 2 * H + 1>(words));
+        a[3] = product_word<K::codebook, W::twice>(W::template get<8 * I + 5 + 2 * H>(words));
     }
     constexpr int matrix = K::arithmetic == HALF ? 2 * I : 2 * (2 * I + H);
 #pragma unroll

@@ -60,10 +60,10 @@ template <class K, int I>
 __device__ __forceinline__ void decode_wide(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
     using W = typename K::Window;
     if constexpr (K::codebook == MUL1) {
-        a[0] = decode_byte_sums(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
-        a[1] = decode_byte_sums(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
-        a[2] = decode_byte_sums(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
-        a[3] = decode_byte_sums(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
+        a[0] = decode_byte_sums<W::twice>(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
+        a[1] = decode_byte_sums<W::twice>(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
+        a[2] = decode_byte_sums<W::twice>(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
+        a[3] = decode_byte_sums<W::twice>(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
     } else {
         decode_step<K, I>(a, words);
     }

@@ -12,7 +12,6 @@ constexpr bool WARPGROUPS = true;  // wgmma serves HALF
 #else
 constexpr bool WARPGROUPS = false;
 #endif
-constexpr bool SPREAD_SHIFTS = true;
 constexpr u32 WARPS = 16;
 constexpr u32 THREADS = 32 * WARPS;
 constexpr u32 ROTATE_WARPS = 4, ROTATE_THREADS = 32 * ROTATE_WARPS;  // of the kernel that only rotates

@@ -83,7 +83,7 @@ template <class K> using Step = u32[PRODUCTS<K>][4];
 template <class K, int I>
 __device__ __forceinline__ void decode_products(Step<K>& a, const u32 (&words)[K::Window::words]) {
     u32 x[8];
-    eight_words<K::codebook, K::half_bits, I>(x, words);
+    eight_words<K, I>(x, words);
     if constexpr (K::arithmetic == HALF) {
         a[I][0] = weights_of<K>(x[0], x[1]), a[I][1] = weights_of<K>(x[4], x[5]);
         a[I][2] = weights_of<K>(x[2], x[3]), a[I][3] = weights_of<K>(x[6], x[7]);

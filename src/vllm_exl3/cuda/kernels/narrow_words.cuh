@@ -1,5 +1,5 @@
-// Product words of the positions that one product multiplies, with the shifts that cut states out of their words spread over two
-// pipes: what a funnel shift and a mask would do on one, a multiplication by a power of two and a shift do as well.
+// Product words of the positions that one product multiplies. Where K does not divide 8, shifts that cut states out of their words are
+// spread over two pipes: what a funnel shift and a mask would do on one, a multiplication by a power of two and a shift do as well.
 #pragma once
 #include "codebook.cuh"
 #include "narrow_problem.cuh"
@@ -24,12 +24,18 @@ __device__ __forceinline__ u32 state_in(u32 string) {
     else return multiply_add(string, POWERS[offset], 0) >> 16;
 }
 
-// The states of the eight positions from 8·I on.
-template <int HALF_BITS, int I>
-__device__ __forceinline__ void eight_states(u32 (&x)[8], const u32 (&words)[Window<HALF_BITS>::words]) {
-    using W = Window<HALF_BITS>;
-    constexpr int p = 8 * I;
-    if constexpr (W::byte_aligned || !SPREAD_SHIFTS) {
+// Whether permutes of bytes cut states out, or shifts that are spread over two pipes. Where K does not divide 8 permutes are fewer
+// instructions, but more on one pipe, which K = 3 and other codebooks' masks have no room for; as measured.
+template <class K>
+constexpr bool PERMUTES =
+    K::Window::byte_aligned || (K::Window::twice && K::codebook == MUL1 && (K::half_bits > 6 || K::arithmetic == HALF));
+
+// The states of the eight positions from 8·I on; in both halves of their words where they are permuted.
+template <class K, int I>
+__device__ __forceinline__ void eight_states(u32 (&x)[8], const u32 (&words)[K::Window::words]) {
+    using W = typename K::Window;
+    constexpr int p = 8 * I, HALF_BITS = K::half_bits;
+    if constexpr (PERMUTES<K>) {
         x[0] = W::template get<p>(words), x[1] = W::template get<p + 1>(words), x[2] = W::template get<p + 2>(words);
         x[3] = W::template get<p + 3>(words), x[4] = W::template get<p + 4>(words), x[5] = W::template get<p + 5>(words);
         x[6] = W::template get<p + 6>(words), x[7] = W::template get<p + 7>(words);
@@ -61,18 +67,18 @@ __device__ __forceinline__ void two_words(u32& upper, u32& lower, u32 string) {
 }
 
 // Product words of the eight positions from 8·I on.
-template <int CODEBOOK, int HALF_BITS, int I>
-__device__ __forceinline__ void eight_words(u32 (&x)[8], const u32 (&words)[Window<HALF_BITS>::words]) {
-    using W = Window<HALF_BITS>;
-    constexpr int p = 8 * I;
-    if constexpr (CODEBOOK != MUL1 && HALF_BITS == 8) {
-        two_words<CODEBOOK>(x[0], x[4], W::template string_at<W::start(p)>(words));
-        two_words<CODEBOOK>(x[1], x[5], W::template string_at<W::start(p + 1)>(words));
-        two_words<CODEBOOK>(x[2], x[6], W::template string_at<W::start(p + 2)>(words));
-        two_words<CODEBOOK>(x[3], x[7], W::template string_at<W::start(p + 3)>(words));
+template <class K, int I>
+__device__ __forceinline__ void eight_words(u32 (&x)[8], const u32 (&words)[K::Window::words]) {
+    using W = typename K::Window;
+    constexpr int p = 8 * I, C = K::codebook;
+    if constexpr (C != MUL1 && K::half_bits == 8) {
+        two_words<C>(x[0], x[4], W::template string_at<W::start(p)>(words));
+        two_words<C>(x[1], x[5], W::template string_at<W::start(p + 1)>(words));
+        two_words<C>(x[2], x[6], W::template string_at<W::start(p + 2)>(words));
+        two_words<C>(x[3], x[7], W::template string_at<W::start(p + 3)>(words));
     } else {
-        eight_states<HALF_BITS, I>(x, words);
+        eight_states<K, I>(x, words);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = product_word<CODEBOOK>(x[i]);
+        for (int i = 0; i < 8; ++i) x[i] = product_word<C, PERMUTES<K>>(x[i]);
     }
 }

@@ -18,8 +18,10 @@ __device__ __forceinline__ u32 weight_bytes(u32 first, u32 second) {
 // The weights of ring positions P..P+3, one a byte.
 template <class W, int P>
 __device__ __forceinline__ u32 decode_bytes(const u32 (&words)[W::words]) {
-    const u32 x0 = product_word<MUL1>(W::template get<P>(words)), x1 = product_word<MUL1>(W::template get<P + 1>(words));
-    const u32 x2 = product_word<MUL1>(W::template get<P + 2>(words)), x3 = product_word<MUL1>(W::template get<P + 3>(words));
+    const u32 x0 = product_word<MUL1, W::twice>(W::template get<P>(words));
+    const u32 x1 = product_word<MUL1, W::twice>(W::template get<P + 1>(words));
+    const u32 x2 = product_word<MUL1, W::twice>(W::template get<P + 2>(words));
+    const u32 x3 = product_word<MUL1, W::twice>(W::template get<P + 3>(words));
     return __byte_perm(weight_bytes(x0, x1), weight_bytes(x2, x3), 0x7531);
 }
 

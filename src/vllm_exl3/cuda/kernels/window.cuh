@@ -3,9 +3,9 @@
 // A lane owns ring positions 32c..32c+31 of one tile, the 16 k of output channels c and c+8. `load_words` leaves
 // in registers a bit string, most significant bit first, in which the state of position p starts at bit `start(p)`;
 // `window<p>` cuts it out. Which bits, is known at compile time, so each state costs one or two instructions:
-//   K = 1, 2, 4, 8: states of equal start mod 8 lie whole bytes apart: one funnel shift serves three of them, each then
-//                   one byte permute that also clears the upper half;
-//   other K:        a shift or funnel shift, and a mask where the state is not at an end of its word.
+//   K = 1, 2, 3, 4, 6, 8: many states of equal start mod 8 lie few bytes apart: a funnel shift a word serves them all, each
+//                         then one byte permute, which leaves the state in both halves of its word (codebook.cuh undoes it);
+//   other K:              a shift or funnel shift, and a mask where the state is not at an end of its word.
 #pragma once
 #include "types.cuh"
 
@@ -20,6 +20,9 @@ struct Window {
     // A whole-K string starts one word before the lane's own; a half-K string starts at the first state itself.
     static constexpr int start(int p) { return consumed(p) + (whole ? 16 : 0); }
     static constexpr bool byte_aligned = HALF_BITS == 2 || HALF_BITS == 4 || HALF_BITS == 8 || HALF_BITS == 16;
+    // Whether `get` gives a state in both halves of a word: a byte permute can do that wherever its two bytes are, also in two words,
+    // while clearing the upper half would leave no room for a second word.
+    static constexpr bool twice = byte_aligned || HALF_BITS == 6 || HALF_BITS == 12;
 
     template <int BIT>
     static __device__ __forceinline__ u32 string_at(const u32 (&w)[words]) {  // 32 bits from bit BIT on
@@ -28,19 +31,20 @@ struct Window {
         else return __funnelshift_l(w[next], w[index], offset);
     }
 
+    // Two bytes from byte BYTE of `word` on, counted from the top, the second perhaps the next word's first; in both halves.
     template <int BYTE>
-    static __device__ __forceinline__ u32 two_bytes(u32 word) {  // bytes BYTE, BYTE+1 counted from the top, zero-extended
-        return __byte_perm(word, 0, 0x4400 | (3 - BYTE) << 4 | (2 - BYTE));
+    static __device__ __forceinline__ u32 two_bytes_twice(u32 word, u32 next) {
+        constexpr u32 half = (3 - BYTE) << 4 | (BYTE < 3 ? 2 - BYTE : 7);
+        return __byte_perm(word, next, half << 8 | half);
     }
 
     template <int P>
     static __device__ __forceinline__ u32 get(const u32 (&w)[words]) {
         constexpr int bit = start(P), index = bit / 32, offset = bit % 32;
-        if constexpr (byte_aligned && bit % 8 != 0) {
-            constexpr int first = start(0) / 8, byte = bit / 8, group = (byte - first) / 3;
-            return two_bytes<(byte - first) % 3>(string_at<8 * (first + 3 * group) + bit % 8>(w));
-        } else if constexpr (byte_aligned && offset <= 16) {
-            return two_bytes<offset / 8>(w[index]);
+        if constexpr (twice) {
+            constexpr int byte = offset / 8, from = bit - 8 * byte;
+            if constexpr (byte < 3) return two_bytes_twice<byte>(string_at<from>(w), 0);
+            else return two_bytes_twice<byte>(string_at<from>(w), string_at<from + 32>(w));
         } else if constexpr (offset == 0) {
             return w[index] >> 16;
         } else if constexpr (offset <= 16) {
