@@ -117,11 +117,34 @@ def test_fingerprints_tell_what_decides_the_code() -> None:
     assert fingerprint(one, "sm_90a") == fingerprint(one, "sm_90a")
 
 
-def test_spills_and_serialisation_are_seen() -> None:
-    from vllm_exl3.cuda.compiler import Cubin
+SPILLS = """
+extern "C" __global__ void __launch_bounds__(1024) spills(float* out) {
+    float v[160];
+#pragma unroll
+    for (int i = 0; i < 160; ++i) v[i] = out[32 * i];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 160; ++i) out[32 * i + 1] = v[i] * v[159 - i];
+}
+"""
+SERIALISED = """
+extern "C" __global__ void serialised(float* out, unsigned long long a, unsigned long long b) {
+    float d[4] = {out[0], out[1], out[2], out[3]};
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+    out[5] = d[0] + 1.0f;  // read before it is there
+    asm volatile("wgmma.commit_group.sync.aligned;\\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+    for (int i = 0; i < 4; ++i) out[i] = d[i];
+}
+"""
 
-    log = "info : 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\ninfo : Used 128 registers\n"
-    cubin = Cubin(
-        b"", log + "info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    )
-    assert (cubin.registers, cubin.spill_bytes, len(cubin.serialised)) == (128, 16, 1)
+
+def test_spills_and_serialisation_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the compiler that is installed."""
+    sources = {**compiler.kernel_sources(), "spills.cu": SPILLS, "serialised.cu": SERIALISED}
+    monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
+    spills = compile_instance(Instance("spills.cu", "spills"), "sm_90a")
+    assert spills.spill_bytes > 0 and spills.stack_bytes > 0 and not spills.serialised
+    serialised = compile_instance(Instance("serialised.cu", "serialised"), "sm_90a")
+    assert serialised.serialised and serialised.spill_bytes == 0 and serialised.stack_bytes == 0
