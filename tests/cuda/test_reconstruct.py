@@ -48,6 +48,24 @@ def test_windows_cover_every_column_once(mebibytes: str, width: int, monkeypatch
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_shards_of_one_layer_share_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch of their own each would be twice what was allowed, where one is made while the other is there."""
+    places = set()
+
+    def decode_nothing(shard: Shard, *arguments: torch.Tensor | int) -> None:
+        dense = arguments[-1]
+        assert isinstance(dense, torch.Tensor)
+        places.add(dense.untyped_storage().data_ptr())
+        assert dense.untyped_storage().nbytes() == 256 * 1152 * 4
+        dense.zero_()
+
+    monkeypatch.setattr(reconstruct, "_decode", decode_nothing)
+    words = torch.zeros(sum(s.trellis_words for s in SHARDS), dtype=torch.int16)
+    suh, svh = (torch.ones(n, dtype=torch.float16) for n in (3 * 256, sum(s.out_features for s in SHARDS)))
+    out = reconstruct.linear(torch.ones(2, 256), words, suh, svh, None, tuple(pack_shards(SHARDS)))
+    assert len(places) == 1 and not out.any()
+
+
 def test_windows_respect_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXL3_RECONSTRUCT_MB", "64")
     shard = Shard(8, 2, 8192, 28672, 0, 28672)

@@ -49,10 +49,12 @@ def linear(
     layout = tuple(shards)
     every = cached_shards(layout)
     out = x.new_empty((x.shape[0], sum(shard.crop_size for shard in every)))
+    # One for all shards: of two, the first would still be there while the second is made.
+    scratch = x.new_empty(max(_elements_at_once(shard, x.element_size()) for shard in every))
     column = 0
     for shard, words, suh_part, svh_part in split_shards(trellis, suh, svh, layout):
         step = _columns_at_once(shard, x.element_size())
-        dense = x.new_empty((shard.in_features, min(step, shard.out_features)))
+        dense = scratch[: _elements_at_once(shard, x.element_size())].view(shard.in_features, -1)
         for first in range(shard.crop_start // BLOCK * BLOCK, shard.crop_start + shard.crop_size, step):
             begin = max(first, shard.crop_start)
             end = min(first + step, shard.crop_start + shard.crop_size)
@@ -68,6 +70,10 @@ def linear(
 def _columns_at_once(shard: Shard, element_size: int) -> int:
     columns = (env.RECONSTRUCT_MB.get() << 20) // (shard.in_features * element_size)
     return max(BLOCK, columns // BLOCK * BLOCK)
+
+
+def _elements_at_once(shard: Shard, element_size: int) -> int:
+    return shard.in_features * min(_columns_at_once(shard, element_size), shard.out_features)
 
 
 def _decode(
