@@ -36,6 +36,12 @@ def test_second_time_comes_from_disk(cache: CubinCache) -> None:
     assert not list(cache.folder.glob(".new-*"))
 
 
+@pytest.fixture(autouse=True)
+def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's logger hands nothing on, where another test has imported vLLM."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "magic"])
 def test_corrupt_files_are_rebuilt_and_said_once(
     cache: CubinCache, damage: str, caplog: pytest.LogCaptureFixture
@@ -50,7 +56,7 @@ def test_corrupt_files_are_rebuilt_and_said_once(
     else:
         data[0] ^= 1
     _path(cache).write_bytes(data)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "vllm.exl3"):
         assert cache.get(KEY, "kernel", lambda: IMAGE) == (IMAGE, False)
         _path(cache).write_bytes(data)
         cache.get(KEY, "kernel", lambda: IMAGE)
@@ -91,7 +97,7 @@ def test_a_full_disk_costs_the_cache_only(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "vllm.exl3"):
         assert cache.get("cd" * 32, "other", lambda: b"x") == (b"x", False)
         assert cache.get("ef" * 32, "third", lambda: b"y") == (b"y", False)
     assert sum("No space" in record.message for record in caplog.records) == 1

@@ -21,7 +21,7 @@ from vllm_exl3.env import user_cache
 
 __all__ = ["CubinCache", "default_folder"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.exl3")
 
 _MAGIC = b"EXL3CUBIN1\n"
 _DIGEST = hashlib.sha256().digest_size

@@ -21,7 +21,7 @@ from vllm_exl3.cuda.wide import TRANSFORM
 
 __all__ = ["Device", "architecture_of", "build", "cache_folder", "current_stream", "device"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.exl3")
 
 _COUNTERS = 1 << 20
 """Arrival counters of a device (4 MiB): shares of eager streams, then those of captured launches."""
@@ -48,17 +48,21 @@ def build(
         instances: what to build; duplicates are built once.
         architecture: such as ``sm_90a``.
         cache: where cubins are looked up and stored.
-        progress: log how many were compiled and how long it took.
+        progress: log that something is compiled, then how much and how long it took.
     """
     wanted = list(dict.fromkeys(instances))
     started = time.perf_counter()
+    first = threading.Lock()  # taken by the first compilation, for good
+
+    def compiled_now(instance: Instance) -> bytes:
+        if progress and first.acquire(blocking=False):
+            logger.info("EXL3: compiling kernels for %s, to be kept in %s", architecture, cache.folder)
+        return compile_instance(instance, architecture).image
 
     def one(instance: Instance) -> tuple[bytes, bool]:
-        return cache.get(
-            fingerprint(instance, architecture), instance.label, lambda: compile_instance(instance, architecture).image
-        )
+        return cache.get(fingerprint(instance, architecture), instance.label, lambda: compiled_now(instance))
 
-    workers = max(1, min(len(wanted), os.cpu_count() or 1))
+    workers = max(1, min(len(wanted), len(os.sched_getaffinity(0))))
     with ThreadPoolExecutor(workers, thread_name_prefix="exl3-nvrtc") as pool:
         results = list(pool.map(one, wanted))
     compiled = sum(not cached for _, cached in results)
@@ -116,7 +120,11 @@ class Device:
                     self._kernels[instance] = load_kernel(image, instance.entry, instance.label)
 
     def kernel(self, instance: Instance) -> Kernel:
-        """The loaded kernel; compiled now, with a warning, where nothing prepared it."""
+        """The loaded kernel. What nothing prepared is compiled now, as are those of tables, in vLLM's profiling run.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
         kernel = self._kernels.get(instance)
         if kernel is None:
             if torch.cuda.is_current_stream_capturing():

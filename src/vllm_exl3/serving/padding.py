@@ -10,7 +10,7 @@ import os
 
 __all__ = ["route_padding"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.exl3")
 
 _VARIABLE = "VLLM_MOE_SKIP_PADDING"
 
