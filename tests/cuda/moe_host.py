@@ -9,7 +9,18 @@ from tests.ops.moe_layers import MoELayer
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, TURNS, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import (
+    COMBINE,
+    COMBINE_ROWS,
+    COUNT,
+    GROUP_ROWS,
+    ROUTE,
+    ROWS,
+    SWIGLU_ROWS,
+    TURNS,
+    MoePlan,
+    plan_moe,
+)
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.pack.stored import Codebook
@@ -17,7 +28,17 @@ from vllm_exl3.pack.stored import Codebook
 H200 = typical_limits("sm_90a")
 IDENTITY, THIN, WIDE = MoeForm(True, 4), MoeForm(False, 32), MoeForm(False, 64)
 WIDER, WIDEST = MoeForm(False, 128), MoeForm(False, 256)
-NUMBERS = {ROUTE: 0, ROWS: 1, GROUP_ROWS[0]: 2, GROUP_ROWS[1]: 3, COMBINE: 4, COMBINE_ROWS: 5, COUNT: 6, TURNS: 12}
+NUMBERS = {
+    ROUTE: 0,
+    ROWS: 1,
+    GROUP_ROWS[0]: 2,
+    GROUP_ROWS[1]: 3,
+    COMBINE: 4,
+    COMBINE_ROWS: 5,
+    COUNT: 6,
+    TURNS: 12,
+    SWIGLU_ROWS: 13,
+}
 GEMM_NUMBERS = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}
 """What host/moe.cpp calls the kernels."""
 
@@ -90,6 +111,7 @@ def run(
     shape = Layer(
         tuple(zip(kinds[::3], kinds[1::3], kinds[2::3], strict=True)),
         experts, total, top_k, layer.hidden, layer.intermediate,
+        layer.activation[0] == "swiglu" and layer.tensors["w13_bias"] is None,
     )  # fmt: skip
     fat_rows = form.tile_rows // 2 if fat_rows is None else fat_rows
     plan, memory = plan_moe(shape, tokens, form, fat_rows, H200), Memory()
@@ -109,7 +131,7 @@ def run(
         else:
             number = GEMM_NUMBERS[form]
             threads = threads if form.wide else 256  # the host builds one of two numbers of warps
-        if launch.instance in GROUP_ROWS or number == GEMM_NUMBERS[form]:
+        if launch.instance in (*GROUP_ROWS, SWIGLU_ROWS) or number == GEMM_NUMBERS[form]:
             grid = (BLOCKS, 1)
         library.run_kernel(ctypes.byref(args), number, int(mixed), *grid, threads, launch.shared)
     return torch.from_numpy(out)

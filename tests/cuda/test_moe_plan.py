@@ -14,7 +14,7 @@ from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import Choice, choose, decode_rows, every_form
 from vllm_exl3.cuda.moe_gemm import forms
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
-from vllm_exl3.cuda.moe_plan import COMBINE_ROWS, GROUP_ROWS, ROUTE, ROWS, Launch, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import COMBINE_ROWS, GROUP_ROWS, ROUTE, ROWS, SWIGLU_ROWS, Launch, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
@@ -209,6 +209,20 @@ def test_every_warp_of_the_hidden_transform_has_work(intermediate: int) -> None:
     assert bool(made.values["keep_hidden"]) == (intermediate <= 6144)
     resident = min(12 // warps, (H200.shared_memory + 1024) // (shared + 1024))
     assert resident * blocks / -(-blocks // warps) >= min(8, blocks)
+
+
+@pytest.mark.parametrize("intermediate", [128, 640, 768, 1024, 2048, 2304, 4096, 6144, 7168, 14336])
+def test_swiglu_without_biases_has_a_transform_of_its_own(intermediate: int) -> None:
+    for swiglu in (False, True):
+        shape = dataclasses.replace(layer(), intermediate=intermediate, swiglu=swiglu)
+        made = plan_moe(shape, 300, MoeForm(False, 64), 32, H200)
+        found = [launch.instance for launch in made.launches]
+        assert (SWIGLU_ROWS in found) == (swiglu and intermediate < 14336)
+        assert (SWIGLU_ROWS in found) != (GROUP_ROWS[1] in found)
+        if SWIGLU_ROWS in found:
+            hidden = launch(made, SWIGLU_ROWS)
+            assert 32 <= hidden.threads <= 640
+            assert hidden.shared == intermediate // 128 * 2112 + 32 <= H200.shared_memory
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 5000, 8192])

@@ -19,7 +19,18 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe_gemm import exact, gemm_instance
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm
-from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, TURNS, MoePlan, plan_moe
+from vllm_exl3.cuda.moe_plan import (
+    COMBINE,
+    COMBINE_ROWS,
+    COUNT,
+    GROUP_ROWS,
+    ROUTE,
+    ROWS,
+    SWIGLU_ROWS,
+    TURNS,
+    MoePlan,
+    plan_moe,
+)
 from vllm_exl3.ops.moe import MoECall
 
 __all__ = ["instances", "moe", "prepare"]
@@ -54,6 +65,7 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
         top_k=ids.shape[1],
         hidden=x.shape[1],
         intermediate=call.intermediate_size,
+        swiglu=call.activation == "swiglu" and call.w13_bias is None,
     )
     device = runtime.device(x.device.index)
     filled = MoeArgs(
@@ -167,5 +179,5 @@ def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
     forms = moe_dispatch.every_form(layer, limits)
     gemms = [gemm_instance(layer.codes, form) for form in forms]
     gemms += [gemm_instance(layer.codes, form, alone=True) for form in forms if exact(layer.codes, form)]
-    grouped = [COUNT, ROUTE, TURNS, *GROUP_ROWS, COMBINE_ROWS] if limits.warpgroups else []
+    grouped = [COUNT, ROUTE, TURNS, *GROUP_ROWS, SWIGLU_ROWS, COMBINE_ROWS] if limits.warpgroups else []
     return [ROWS, COMBINE, *grouped, *gemms]

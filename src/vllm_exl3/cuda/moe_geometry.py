@@ -96,6 +96,7 @@ class Layer:
         top_k: experts a token visits.
         hidden: channels that enter and leave.
         intermediate: channels between the projections, before padding.
+        swiglu: whether experts have SwiGLU, and no biases.
     """
 
     kinds: tuple[tuple[int, int, int], ...]
@@ -104,6 +105,7 @@ class Layer:
     top_k: int
     hidden: int
     intermediate: int
+    swiglu: bool = False
 
     @property
     def projections(self) -> int:

@@ -10,13 +10,28 @@ from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 from vllm_exl3.cuda.moe_scratch import CHUNK_ROWS, Scratch, Work, most_work, plan_scratch
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["COMBINE", "COMBINE_ROWS", "COUNT", "GROUP_ROWS", "ROUTE", "ROWS", "TURNS", "Launch", "MoePlan", "plan_moe"]
+__all__ = [
+    "COMBINE",
+    "COMBINE_ROWS",
+    "COUNT",
+    "GROUP_ROWS",
+    "ROUTE",
+    "ROWS",
+    "SWIGLU_ROWS",
+    "TURNS",
+    "Launch",
+    "MoePlan",
+    "plan_moe",
+]
 
 ROWS = Instance("moe_rows.cu", "exl3_moe_rows")
 GROUP_ROWS = tuple(
     Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", str(stage)),)) for stage in range(2)
 )
 """The input transforms where rows are grouped, of both stages."""
+
+SWIGLU_ROWS = Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", "2"),))
+"""The second stage's of experts with SwiGLU and without biases."""
 
 COUNT = Instance("moe_route.cu", "exl3_moe_count")
 ROUTE = Instance("moe_route.cu", "exl3_moe_route")
@@ -53,6 +68,9 @@ _CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOC
 
 _HIDDEN_WARPS = 12
 """Of moe_group_hidden.cuh: warps that a multiprocessor's registers hold."""
+
+_SWIGLU_WARPS, _EIGHT_BYTES = 20, 4 * 32 * 16 + 2 * 8 * 4
+"""Of moe_group_swiglu.cuh: warps that a multiprocessor's registers hold; what eight rows of a 128-block keep."""
 
 _COMBINE_WARPS = 32
 """Of moe_combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
@@ -113,7 +131,8 @@ def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: Gp
     sorters, keep = 1, False
     if form.wide:
         sorting, sorters = _sorting(layer, tokens, work)
-        hidden, keep = _hidden(stages[1], work, limits)
+        swiglu = _swiglu(stages[1], work, limits) if layer.swiglu else None
+        hidden, keep = (swiglu, False) if swiglu is not None else _hidden(stages[1], work, limits)
         launches = (*sorting, _inputs(stages[0], work, limits), first, hidden, second, _sum(tokens, stages[1], limits))
     else:
         launches = _by_slot(layer, tokens, work, stages, first, second)
@@ -224,6 +243,27 @@ def _hidden(stage: dict[str, int], work: Work, limits: GpuLimits) -> tuple[Launc
         warps = _even_warps(blocks)
     grid = (min(8 * limits.multiprocessors, work.chunks), 1)
     return Launch(GROUP_ROWS[1], grid, 32 * warps, shared(warps, blocks if keep else warps), 1), keep
+
+
+def _swiglu(stage: dict[str, int], work: Work, limits: GpuLimits) -> Launch | None:
+    """The second stage's for SwiGLU without biases, with as many warps as have something to do at once.
+
+    None where eight rows do not fit shared memory.
+    """
+    blocks = stage["in_features"] // BLOCK
+    shared = blocks * _EIGHT_BYTES + 4 * 8
+
+    def resident(warps: int) -> int:
+        return min(_SWIGLU_WARPS // warps, limits.shared_memory // (shared + 1024))
+
+    def busy(warps: int) -> tuple[float, int]:
+        return resident(warps) * blocks / -(-blocks // warps), warps
+
+    warps = max(range(1, min(_SWIGLU_WARPS, blocks) + 1), key=busy)
+    if resident(warps) == 0:
+        return None
+    grid = (min(resident(warps) * limits.multiprocessors, 2 * work.chunks), 1)
+    return Launch(SWIGLU_ROWS, grid, 32 * warps, shared, 1)
 
 
 def _totals(blocks: int) -> int:

@@ -78,6 +78,13 @@ inline void ptx_cp_async_wait_group(unsigned left) {
         groups.erase(groups.begin());
     }
 }
+inline void ptx_movmatrix_sync_aligned_m8n8_trans_b16(unsigned& result, unsigned word) {
+    // Lane 4i + j has elements 2j and 2j + 1 of row i; of the transpose's.
+    const auto element = [](auto& all, int row, int column) { return all[4 * row + column / 2] >> 16 * (column % 2) & 0xffffu; };
+    result = collect(word, [&](auto& all, int lane) {
+        return element(all, lane % 4 * 2, lane / 4) | element(all, lane % 4 * 2 + 1, lane / 4) << 16;
+    });
+}
 inline void ptx_ld_global_nc_u32(unsigned& d, const unsigned* at) { d = *at; }
 inline void ptx_ld_global_nc_v2_u32(unsigned& a, unsigned& b, const unsigned* at) { a = at[0], b = at[1]; }
 inline void ptx_ld_global_nc_L1__no_allocate_v4_u32(unsigned& a, unsigned& b, unsigned& c, unsigned& d, const unsigned* at) {

@@ -5,9 +5,9 @@
 // from global memory into registers one unit ahead. Bit rate, codebook and place of an expert's
 // projection come from the table, so one launch serves layers that mix them.
 #pragma once
-#include "fragments.cuh"
 #include "moe_begin.cuh"
 #include "moe_problem.cuh"
+#include "moe_products.cuh"
 #include "moe_words.cuh"
 #include "rotation.cuh"
 
@@ -154,9 +154,10 @@ __device__ __forceinline__ void multiply_item(const MoeItem& item, Shared& share
     constexpr u32 tile_words = K::Window::tile_words;
     const u32 half = warp & 1, slice = warp >> 1, depth = item.stage.in_features / UNIT_IN, tiles = item.stage.out_features / 16;
     // A slice beyond the depth reads the last one's weights, and does not use them.
-    const u32* at = reinterpret_cast<const u32*>(item.stage.trellis + item.projection.trellis) +
+    const u32* at = reinterpret_cast<const u32*>(item.stage.trellis + item.projection.trellis) + TileWords<K::half_bits>::first(lane) +
         (static_cast<u64>(4 * min(slice, depth - 1) + (lane & 3)) * tiles + item.strip * MOE_STRIP_TILES + half * MOE_TILES) * tile_words;
-    const u64 step = static_cast<u64>(4 * MOE_SLICES) * tiles * tile_words;
+    u32 step = 4 * MOE_SLICES * tiles * tile_words;
+    asm volatile("" : "+r"(step));  // or every round of the loop computes it again
     T sums[MOE_TILES][K::columns][4] = {};
     TileWords<K::half_bits> words[MOE_TILES];
 #pragma unroll

@@ -9,10 +9,12 @@ struct TileWords {
     static constexpr int count = W::whole ? HALF_BITS / 2 : W::words + 1;
     u32 v[count];
 
-    __device__ __forceinline__ void fetch(const u32* tile, int lane) {
-        const int c = lane >> 2;
+    // Where the lane's words begin in a tile.
+    static __device__ __forceinline__ int first(int lane) { return W::whole ? count * (lane >> 2) : 0; }
+
+    // `own`: a tile's words, from the lane's first on.
+    __device__ __forceinline__ void fetch(const u32* own, int lane) {
         if constexpr (W::whole) {
-            const u32* own = tile + count * c;
             if constexpr (count % 4 == 0) {
 #pragma unroll
                 for (int i = 0; i < count; i += 4)
@@ -27,10 +29,10 @@ struct TileWords {
                 for (int i = 0; i < count; ++i) v[i] = one(own + i);
             }
         } else {
-            const int before = (HALF_BITS * c - 1) >> 1;
-            v[0] = one(tile + (before < 0 ? W::tile_words - 1 : before));
+            const int before = (HALF_BITS * (lane >> 2) - 1) >> 1;
+            v[0] = one(own + (before < 0 ? W::tile_words - 1 : before));
 #pragma unroll
-            for (int i = 1; i < count; ++i) v[i] = one(tile + (before + i < W::tile_words ? before + i : 0));
+            for (int i = 1; i < count; ++i) v[i] = one(own + (before + i < W::tile_words ? before + i : 0));
         }
     }
 
