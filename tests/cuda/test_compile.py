@@ -64,7 +64,7 @@ def _mixed(architecture: str) -> list[Instance]:
 
 @pytest.mark.parametrize(("architecture", "kind"), list(zip(ARCHITECTURES, QUICK, strict=True)), ids=str)
 def test_kernels_compile(architecture: str, kind: tuple[int, int]) -> None:
-    _compile(instances_for([kind], typical_limits(architecture)) + _mixed(architecture)[:1], architecture)
+    _compile(instances_for([(kind,)], typical_limits(architecture)) + _mixed(architecture)[:1], architecture)
 
 
 def test_mixed_layers_compile() -> None:
@@ -75,7 +75,7 @@ def test_mixed_layers_compile() -> None:
 @pytest.mark.parametrize("kind", every_kind(), ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles(architecture: str, kind: tuple[int, int]) -> None:
-    _compile(instances_for([kind], typical_limits(architecture)), architecture)
+    _compile(instances_for([(kind,)], typical_limits(architecture)), architecture)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])

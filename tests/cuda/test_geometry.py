@@ -6,11 +6,11 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_exl3.cuda import dispatch, linear, survey
-from vllm_exl3.cuda.compiler import ARCHITECTURES, kernel_sources
+from vllm_exl3.cuda import dispatch, linear
+from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
 from vllm_exl3.cuda.narrow import NarrowArgs, NarrowShard, plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
@@ -223,16 +223,6 @@ def test_every_kernel_is_prepared(
         prepared = set(linear.instances(tuple(pack_shards(shards)), in_blocks * 128, limits))
     for rows in (*range(1, 18), *batches):
         assert prepared.issuperset(_served(shards, rows, limits, one_class).instances), rows
-
-
-@settings(max_examples=50, deadline=None)
-@example(Shard(8, 2, 0, 0, 0, 0), 112, 183, 4, "sm_120a")
-@given(_shard, st.integers(1, 420), st.integers(1, 2000), st.integers(1, 64), st.sampled_from(ARCHITECTURES))
-def test_precompiling_covers_every_shape(kind: Shard, in_blocks: int, blocks: int, rows: int, name: str) -> None:
-    shard = Shard(kind.half_bits, kind.codebook, in_blocks * 128, blocks * 128, 0, blocks * 128)
-    limits = survey.typical_limits(name)
-    compiled = set(survey.instances_for([(kind.half_bits, kind.codebook)], limits))
-    assert compiled.issuperset(_served((shard,), rows, limits, False).instances)
 
 
 def test_wide_forms_are_cut_alike() -> None:

@@ -21,8 +21,9 @@ def precompile(
 ) -> None:
     """Compile the GPU kernels into the cache, so that no start of the server has to.
 
-    Without a pack, every bit rate and codebook is compiled, for linears and for routed experts. Layers that mix bit
-    rates get their kernels at their first load, except routed experts of a named pack.
+    Without a pack, every bit rate and codebook is compiled, for linears and for routed experts; layers that mix bit
+    rates then get their kernels at their first load. With VLLM_EXL3_PRECISION=fast in the environment, the kernels of
+    fast mode are compiled, too.
     """
     import time
 
@@ -32,7 +33,7 @@ def precompile(
     from vllm_exl3.cuda.embedding import every_instance, pack_instances
     from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
     from vllm_exl3.cuda.runtime import build, cache_folder
-    from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_kinds, typical_limits
+    from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_codes, typical_limits
 
     if pack is None and revision is not None:
         raise typer.BadParameter(f"{revision}: of which pack? Name it before the options", param_hint="--revision")
@@ -51,16 +52,15 @@ def precompile(
         typer.echo(f"Nothing can be kept: {reason}", err=True)
         raise typer.Exit(1)
     if pack is None:
-        kinds = every_kind()
-        codes = [(kind,) for kind in kinds]
+        linears = experts = [(kind,) for kind in every_kind()]
         rows = list(every_instance())
     else:
         say_unused(pack, revision)
-        kinds, codes = pack_kinds(pack, revision), expert_codes(pack, revision)
+        linears, experts = pack_codes(pack, revision), expert_codes(pack, revision)
         rows = pack_instances(pack, revision)
     for limits in gpus:
         started = time.perf_counter()
-        wanted = [*instances_for(kinds, limits), *expert_instances(codes, limits), *rows]
+        wanted = [*instances_for(linears, limits), *expert_instances(experts, limits), *rows]
         wanted += native_cut.every_instance(limits.shared_memory) if int4_kv else []
         build(wanted, limits.architecture, cache)
         seconds = time.perf_counter() - started

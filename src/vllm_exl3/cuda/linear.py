@@ -15,7 +15,7 @@ from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, cached_shards
 
-__all__ = ["choose_form", "instances", "linear", "prepare"]
+__all__ = ["EVERY_FORM", "choose_form", "instances", "linear", "prepare"]
 
 _WINDOW_BYTES = 32 << 20
 """Scratch of one call stays near this size: more rows are served in windows."""
@@ -221,7 +221,7 @@ def _launch(
     gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
 
 
-_EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 33, 65)
+EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 33, 65)
 """Batch sizes that between them choose every form, with the input rotated by the kernel itself and by one before it."""
 
 
@@ -236,7 +236,7 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
     every, found = cached_shards(shards), []
     for start in range(0, len(every), MAX_SHARDS):
         group = every[start : start + MAX_SHARDS]
-        for rows in _EVERY_FORM:
+        for rows in EVERY_FORM:
             form = choose_form(group, rows, limits)
             found += plan(group, min(rows, form.tile_rows), in_width, form, limits).instances
         found += prefill.instances(group, limits)

@@ -6,10 +6,9 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe import instances
 from vllm_exl3.cuda.moe_geometry import Layer
+from vllm_exl3.cuda.survey import Codes
 
 __all__ = ["expert_codes", "expert_instances"]
-
-Codes = tuple[tuple[int, int], ...]
 
 
 def expert_codes(pack: str, revision: str | None = None) -> list[Codes]:

@@ -2,20 +2,25 @@
 
 from collections.abc import Iterable
 
-from vllm_exl3.cuda import dispatch, narrow, prefill
+from vllm_exl3.cuda import narrow, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
-from vllm_exl3.cuda.geometry import Form, GpuLimits
-from vllm_exl3.cuda.linear import choose_form, plan
+from vllm_exl3.cuda.dequantize import dequantize_instance
+from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
 from vllm_exl3.ops.shards import Shard
-from vllm_exl3.pack.stored import BLOCK, Codebook
+from vllm_exl3.pack.spelling import SPLITS
+from vllm_exl3.pack.stored import Codebook, StoredLinear
 
-__all__ = ["every_kind", "instances_for", "local_gpus", "pack_kinds", "typical_limits"]
+__all__ = ["Codes", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
+
+Codes = tuple[tuple[int, int], ...]
+"""(half_bits, codebook) of the shards of a fused layer, sorted, each once."""
 
 _SHARED_MEMORY = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448, "sm_103a": 232448}
 """Bytes of shared memory that a block may use; 101376 on the architectures that are not listed."""
 
-_TYPICAL_SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672), (8192, 128256))
-"""Between them they choose every wide kernel of a kind: whether k is split."""
+_SHAPES = ((1024, 1024), (8192, 128256))
+"""Between them they choose every wide kernel of a layer: whether k is split."""
 
 
 def typical_limits(architecture: str) -> GpuLimits:
@@ -51,37 +56,50 @@ def every_kind() -> list[tuple[int, int]]:
     ]
 
 
-def pack_kinds(pack: str, revision: str | None = None) -> list[tuple[int, int]]:
-    """(half_bits, codebook) of every linear of a pack, from its headers."""
+def pack_codes(pack: str, revision: str | None = None) -> list[Codes]:
+    """What the layers of a pack need, from its headers: each linear by itself, and those that vLLM may fuse.
+
+    Routed experts are left out, since they have kernels of their own.
+    """
     from vllm_exl3.pack.pack import Pack
 
-    linears = Pack.open(pack, revision).linears.values()
-    return sorted({(linear.half_bits, int(linear.codebook)) for linear in linears})
+    opened = Pack.open(pack, revision)
+    routed = {
+        key for group in opened.experts.values() for members in group.members.values() for key in members.values()
+    }
+    linears = {key: linear for key, linear in opened.linears.items() if key not in routed}
+    found = {_codes([linear]) for linear in linears.values()}
+    fused = {names for spellings in SPLITS.values() for names in spellings}
+    for parent in {key.rpartition(".")[0] for key in linears}:
+        here = [names for names in fused if all(f"{parent}.{name}" in linears for name in names)]
+        for names in here:
+            if not any(set(names) < set(others) for others in here):
+                found.add(_codes([linears[f"{parent}.{name}"] for name in names]))
+    return sorted(found)
 
 
-def instances_for(kinds: Iterable[tuple[int, int]], limits: GpuLimits) -> list[Instance]:
-    """The kernels that unfused layers of these kinds use on a GPU, for any batch size."""
+def _codes(linears: Iterable[StoredLinear]) -> Codes:
+    return tuple(sorted({(linear.half_bits, int(linear.codebook)) for linear in linears}))
+
+
+def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
+    """The kernels that layers of these codes use on a GPU, whatever their shapes, for any batch size.
+
+    As the environment asks for: in fast mode its kernels are among them.
+    """
     found = []
-    for half_bits, codebook in kinds:
-        macros = (("INSTANCE_HALF_BITS", str(half_bits)), ("INSTANCE_CODEBOOK", str(codebook)))
-        found.append(Instance("dequantize.cu", "exl3_dequantize", macros))
-        some = (Shard(half_bits, codebook, BLOCK, BLOCK, 0, BLOCK),)
-        asked = (choose_form(some, dispatch.FAST_TOKENS, limits),)  # in fast mode it has a kernel of its own
-        for form in dict.fromkeys((*forms(codebook, limits.architecture), *asked)):
-            if not form.wide:
-                found += narrow.instances_of([(half_bits, codebook)], form, limits)
-                continue
-            for width, height in _TYPICAL_SHAPES:
-                shard = Shard(half_bits, codebook, width, height, 0, height)
-                found += plan((shard,), form.tile_rows, width, form, limits).instances
-        found += prefill.instances((Shard(half_bits, codebook, *_TYPICAL_SHAPES[0], 0, _TYPICAL_SHAPES[0][1]),), limits)
-    return list(dict.fromkeys(found))
-
-
-def forms(codebook: int, architecture: str) -> list[Form]:
-    """The forms that some batch size chooses for a codebook."""
-    return list(
-        dict.fromkeys(
-            dispatch.choose_form(frozenset({codebook}), rows, architecture) for rows in (1, 4, 5, 8, 9, 17, 33, 65)
+    for codes in layers:
+        small, large = (
+            tuple(Shard(half_bits, codebook, width, height, 0, height) for half_bits, codebook in codes)
+            for width, height in _SHAPES
         )
-    )
+        found += [dequantize_instance(shard) for shard in small]
+        for form in dict.fromkeys(choose_form(small, rows, limits) for rows in EVERY_FORM):
+            if not form.wide:
+                found += narrow.instances_of(codes, form, limits)
+                continue
+            for shards in (small, large):
+                found += plan(shards, form.tile_rows, shards[0].in_features, form, limits).instances
+        found += prefill.instances(small, limits)
+        found += prefill_int8.instances(small, limits)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,52 @@
+"""What is compiled ahead of time: all that layers of these kinds will ask for, of any shape and in any mode."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import DATA
+from vllm_exl3.cuda import linear, survey
+from vllm_exl3.cuda.compiler import ARCHITECTURES
+from vllm_exl3.ops.shards import Shard, pack_shards
+from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.random_pack import write_random_pack
+
+
+@settings(max_examples=50, deadline=None)
+@example([(8, 2)], 112, 183, "sm_120a", {})
+@example([(8, 2)] * 3, 1, 1, "sm_90a", {"VLLM_EXL3_PRECISION": "fast"})
+@example([(8, 1)], 1, 1, "sm_80", {"VLLM_BATCH_INVARIANT": "1"})
+@given(
+    st.lists(st.sampled_from(survey.every_kind()), min_size=1, max_size=4),
+    st.integers(1, 420),
+    st.integers(1, 500),
+    st.sampled_from(ARCHITECTURES),
+    st.sampled_from([{}, {"VLLM_EXL3_PRECISION": "fast"}, {"VLLM_BATCH_INVARIANT": "1"}]),
+)
+def test_precompiling_covers_every_shape(
+    kinds: list[tuple[int, int]], in_blocks: int, blocks: int, name: str, variables: dict[str, str]
+) -> None:
+    shards = [Shard(*kind, in_blocks * 128, blocks * 128, 0, blocks * 128) for kind in kinds]
+    limits, codes = survey.typical_limits(name), tuple(sorted(set(kinds)))
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+        compiled = set(survey.instances_for([codes], limits))
+        assert compiled.issuperset(linear.instances(tuple(pack_shards(shards)), in_blocks * 128, limits))
+
+
+def test_precompiling_knows_what_a_packs_layers_fuse(tmp_path: Path) -> None:
+    """And leaves routed experts to their own kernels."""
+    shape = {"hidden": 256, "intermediate": 256, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 128, "vocab": 256}
+    rates = {"q_proj": 3, "k_proj": 4, "v_proj": 5, "gate_proj": 2, "up_proj": 2}
+    write_random_pack(tmp_path / "pack", **shape, bits=lambda key: rates.get(key.rpartition(".")[2], 6))
+    single = [((2 * bits, Codebook.MUL1),) for bits in (2, 3, 4, 5, 6)]
+    fused = tuple((2 * bits, Codebook.MUL1) for bits in (3, 4, 5))
+    assert survey.pack_codes(str(tmp_path / "pack")) == sorted([*single, fused])
+    for pack in ("mixtral-4.0-3inst", "qwen3_moe-3.0-mul1"):
+        opened = Pack.open(str(DATA / "packs" / pack))
+        dense = {(item.half_bits, item.codebook) for key, item in opened.linears.items() if ".experts." not in key}
+        assert {kind for codes in survey.pack_codes(str(DATA / "packs" / pack)) for kind in codes} == dense
