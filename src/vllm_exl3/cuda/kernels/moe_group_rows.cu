@@ -1,9 +1,11 @@
-// The input transforms where rows are grouped: INSTANCE_STAGE 0 is the first stage's, 1 the second's, 2 the second's of experts with
-// SwiGLU and without biases. Blocks go round over chunks.
+// The input transforms where rows are grouped: INSTANCE_STAGE 0 is the first stage's, 1 the second's, 2 the second's of experts
+// with SwiGLU and without biases. Blocks go round over chunks.
 #include "moe_group_swiglu.cuh"
 #include "moe_group_inputs.cuh"
 
-extern "C" __global__ void __launch_bounds__(INSTANCE_STAGE == 2 ? SWIGLU_THREADS : INSTANCE_STAGE == 1 ? HIDDEN_THREADS : 2 * GROUP_THREADS, 1) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
+constexpr int MOST_THREADS[] = {2 * GROUP_THREADS, HIDDEN_THREADS, SWIGLU_THREADS};  // of all blocks on a multiprocessor
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS[INSTANCE_STAGE], 1) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
     __shared__ u32 largest[CHUNK_ROWS];
     extern __shared__ __align__(16) u8 memory[];
     wait_for_previous();
