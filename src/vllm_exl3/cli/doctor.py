@@ -1,13 +1,11 @@
 """``vllm-exl3 doctor``: whether this machine can serve EXL3 packs, on GPUs or its CPU, and why not where it cannot."""
 
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from vllm_exl3.cli.doctor_machine import check_compiler, check_flashinfer, check_folders
 from vllm_exl3.env_variable import VariableError
 
 if TYPE_CHECKING:
@@ -52,7 +50,9 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "GPUs", _gpus
     yield "NVRTC", _nvrtc
     yield "kernel cache", _cache
-    yield "C compiler and Python.h (Triton, FlashInfer)", _triton
+    yield "C compiler and Python.h (Triton, FlashInfer)", check_compiler
+    yield "FlashInfer", check_flashinfer
+    yield "folders for compiled kernels", check_folders
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
         yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _on_gpu(index, _rows)
@@ -111,15 +111,6 @@ def _cache() -> str:
     if (reason := cache.refusal()) is not None:
         raise RuntimeError(reason)
     return f"{cache.folder}, {sum(1 for _ in cache.folder.glob('*.cubin'))} kernels"
-
-
-def _triton() -> str:
-    compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if compiler is None or not header.exists():
-        missing = [name for name, there in (("a C compiler", compiler), ("Python.h", header.exists())) if not there]
-        raise RuntimeError(f"{' and '.join(missing)} not found: vLLM's Triton kernels cannot be built")
-    return f"{compiler}, {header}"
 
 
 def _cpu() -> str:
