@@ -24,6 +24,7 @@ from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.pack.parts import Resolution
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
+from vllm_exl3.serving.capability import LEAST_CAPABILITY, refuse_old_gpus
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.dependent_launch import let_compiled_kernels_overlap
 from vllm_exl3.serving.fingerprint import fingerprint
@@ -119,8 +120,8 @@ class Exl3Config(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Ampere: the kernels need ``mma.sync.m16n8k16`` and ``cp.async``."""
-        return 80
+        """Ampere."""
+        return LEAST_CAPABILITY
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -130,6 +131,7 @@ class Exl3Config(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Exl3Config":
         """Keep the declaration; the pack itself is opened in `maybe_update_config`."""
+        refuse_old_gpus()  # ahead of vLLM's own check, which does not say which GPU
         # quantization_config.json holds a record of every tensor too: megabytes to pickle, and never asked for.
         return cls({key: value for key, value in config.items() if key != "tensor_storage"})
 
