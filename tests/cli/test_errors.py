@@ -17,7 +17,8 @@ from vllm_exl3.cuda.compiler import compiler_unavailable
 
 PACK = str(DATA / "packs/phi3-5.0-mul1")
 COMPILE = ["precompile", PACK, "--arch", "sm_90a"]
-COMMANDS = ([], ["inspect"], ["doctor"], ["bench"], ["bench", "linear"], ["bench", "kv"], ["precompile"], ["demo"])
+BENCHES = (["bench"], ["bench", "linear"], ["bench", "moe"], ["bench", "kv"])
+COMMANDS = ([], ["inspect"], ["doctor"], *BENCHES, ["precompile"], ["demo"])
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
@@ -84,6 +85,10 @@ def test_nothing_is_compiled_for_a_cache_that_cannot_keep_it(
     [
         (["precompile", "--arch", "sm_90a", "--revision", "4.0bpw"], "of which pack?"),
         (["demo", "--port", "99999999"], "65535"),
+        (["bench", "moe", "--top-k", "9", "--experts", "8"], "9 of 8 experts"),
+        (["bench", "moe", "--bits", "2.5", "--codebook", "mcg"], "mcg has no such K"),
+        (["bench", "moe", "--codebook", "qtip"], "expected one of"),
+        (["bench", "moe", "--rows", "0"], "expected at least 1"),
         (["inspect"], "Missing argument"),
         (["no-such-command"], "no-such-command"),
     ],

@@ -1,12 +1,16 @@
 """``vllm-exl3 bench``: how fast the kernels are on this machine's GPU, beside cuBLAS and the limit."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_exl3.cli.bench_kv import kv
+from vllm_exl3.cli.bench_moe import moe
 
-__all__ = ["bench"]
+if TYPE_CHECKING:
+    from vllm_exl3.pack.stored import Codebook
+
+__all__ = ["bench", "bit_rates", "code_of"]
 
 bench = typer.Typer(help="Measure kernels on this machine's GPU.", no_args_is_help=True)
 
@@ -17,6 +21,7 @@ def _bench() -> None:
 
 
 bench.command()(kv)
+bench.command()(moe)
 
 
 @bench.command()
@@ -33,15 +38,9 @@ def linear(
     import torch
 
     from vllm_exl3.cuda.backend import unavailable
-    from vllm_exl3.pack.stored import HALF_BITS, Codebook
 
-    code = next((book for book in Codebook if book.label == codebook), None)
-    if code is None:
-        labels = ", ".join(book.label for book in Codebook)
-        raise typer.BadParameter(f"{codebook}: expected one of {labels}", param_hint="--codebook")
-    rates, counts = bits or [4.0], rows or [1, 4, 16, 64]
-    if wrong := [rate for rate in rates if 2 * rate not in HALF_BITS or (rate % 1 and code != Codebook.MUL1)]:
-        raise typer.BadParameter(f"{wrong[0]:g}: {codebook} has no such K", param_hint="--bits")
+    code = code_of(codebook)
+    rates, counts = bit_rates(bits or [4.0], code), rows or [1, 4, 16, 64]
     if min(counts) < 1:
         raise typer.BadParameter(f"{min(counts)}: expected at least 1", param_hint="--rows")
     sizes = [_size(text) for text in shape or ["4096x4096", "4096x14336", "14336x4096"]]
@@ -61,6 +60,34 @@ def linear(
                     f"{text:>12s} {codebook} K={rate:<4g} M={count:<4d} {us:8.2f}  "
                     f"limit {limit_us(size, round(2 * rate)):7.2f}  cuBLAS bf16 {dense:8.2f}  {dense / us:.2f}×"
                 )
+
+
+def code_of(label: str) -> "Codebook":
+    """The codebook of this name.
+
+    Raises:
+        BadParameter: there is none.
+    """
+    from vllm_exl3.pack.stored import Codebook
+
+    code = next((book for book in Codebook if book.label == label), None)
+    if code is None:
+        labels = ", ".join(book.label for book in Codebook)
+        raise typer.BadParameter(f"{label}: expected one of {labels}", param_hint="--codebook")
+    return code
+
+
+def bit_rates(rates: list[float], code: "Codebook") -> list[float]:
+    """Bits a weight, as they were given.
+
+    Raises:
+        BadParameter: the codebook has none of that rate.
+    """
+    from vllm_exl3.pack.stored import HALF_BITS, Codebook
+
+    if wrong := [rate for rate in rates if 2 * rate not in HALF_BITS or (rate % 1 and code != Codebook.MUL1)]:
+        raise typer.BadParameter(f"{wrong[0]:g}: {code.label} has no such K", param_hint="--bits")
+    return rates
 
 
 def _size(text: str) -> tuple[int, int]:

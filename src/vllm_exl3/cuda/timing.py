@@ -17,6 +17,7 @@ __all__ = [
     "copy_bandwidth",
     "cublas_us",
     "dense_weights",
+    "issued_weights",
     "limit_us",
     "linear_us",
     "random_trellis",
@@ -144,10 +145,14 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (replayed(lambda i: target.copy_(source), 3) * 1e-6)
 
 
+def issued_weights() -> float:
+    """Weights a second at three instructions each, by the rate at which the multiprocessors issue."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    clock = getattr(properties, "clock_rate", 0) * 1e3 or 1.755e9
+    return float(properties.multi_processor_count * 4 * 32 * clock / _INSTRUCTIONS_A_WEIGHT)
+
+
 def limit_us(shape: tuple[int, int], half_bits: int) -> float:
     """The larger of bytes over the copy bandwidth and three instructions a weight over the issue rate."""
-    properties = torch.cuda.get_device_properties(0)
-    clock = getattr(properties, "clock_rate", 0) * 1e3 or 1.755e9
-    issued = properties.multi_processor_count * 4 * 32 * clock / _INSTRUCTIONS_A_WEIGHT
     count = shape[0] * shape[1]
-    return 1e6 * max(count * half_bits / 16 / copy_bandwidth(), count / issued)
+    return 1e6 * max(count * half_bits / 16 / copy_bandwidth(), count / issued_weights())

@@ -1,0 +1,105 @@
+"""Timing of whole MoE blocks as they run when served: replayed CUDA graphs over one layer and many routings."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_exl3.cuda import moe
+from vllm_exl3.cuda.timing import copy_bandwidth, issued_weights, replayed
+from vllm_exl3.ops.experts import pack_table, projection_kinds
+from vllm_exl3.tools.expert_layout import lay_out_experts
+
+__all__ = ["ExpertShape", "RandomExperts", "random_experts", "routing"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A MoE layer with gates, SwiGLU and no biases.
+
+    Attributes:
+        experts: of the layer.
+        top_k: experts that a token visits.
+        hidden: channels that enter and leave.
+        intermediate: channels between the projections.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    def touched(self, tokens: int) -> float:
+        """Experts that some token visits, on average over uniform routings."""
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomExperts:
+    """A layer of random weights.
+
+    Attributes:
+        shape: what it is like.
+        weights: the op's eight weight arguments.
+        table: the op's table.
+        kinds: which codes occur, as the op takes them.
+        nbytes: bytes of all trellises.
+    """
+
+    shape: ExpertShape
+    weights: tuple[torch.Tensor | None, ...]
+    table: torch.Tensor
+    kinds: list[int]
+    nbytes: int
+
+    def arguments(self, route: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
+        """The op's arguments after ``x``, without the layer class."""
+        numbers = self.kinds, self.shape.intermediate, "swiglu", 1.0, 0.0, math.inf, False
+        return (*route, None, *self.weights, self.table, *numbers)
+
+    def prepare(self) -> None:
+        """Compile and load the kernels for any number of tokens."""
+        shape = self.shape
+        key = (tuple(self.kinds), shape.experts, shape.experts, shape.hidden, shape.intermediate)
+        moe.prepare([key], torch.device("cuda", torch.cuda.current_device()))
+
+    def us(self, tokens: int) -> float:
+        """Median microseconds of one block; calls of a graph differ in their routing, so that few tokens find their
+        experts in memory and not in the L2.
+        """
+        copies = max(2, min(24, 256 // tokens))
+        x = torch.randn(tokens, self.shape.hidden, device=self.table.device, dtype=torch.bfloat16)
+        calls = [self.arguments(routing(self.shape, tokens, x.device, seed)) for seed in range(copies)]
+        return replayed(lambda index: moe.moe(x, *calls[index]), copies)
+
+    def limit_us(self, tokens: int) -> float:
+        """Microseconds to read the weights that are visited, or to decode each of them once."""
+        shape = self.shape
+        share = shape.touched(tokens) / shape.experts
+        count = 3 * shape.experts * shape.hidden * shape.intermediate
+        return 1e6 * share * max(self.nbytes / copy_bandwidth(), count / issued_weights())
+
+
+def random_experts(shape: ExpertShape, kinds: Sequence[tuple[float, int]], device: str = "cuda") -> RandomExperts:
+    """A layer whose projections take these (K, codebook) in turn, with input scales of their own."""
+    projections, sizes = lay_out_experts(shape.experts, shape.hidden, shape.intermediate, kinds)
+    weights: list[torch.Tensor | None] = []
+    for name, first in (("w13", projections[0][0]), ("w2", projections[0][-1])):
+        words, suh, svh, _ = sizes[name]
+        weights.append(torch.randint(-(2**15), 2**15, (words,), device=device, dtype=torch.int16))
+        weights.append((torch.randn(suh, device=device) * first.in_features**-0.5).half())
+        weights += [torch.randn(svh, device=device).half(), None]
+    nbytes = sum(2 * part.trellis_words for row in projections for part in row)
+    table = pack_table(projections).to(device)
+    return RandomExperts(shape, tuple(weights), table, projection_kinds(projections), nbytes)
+
+
+def routing(
+    shape: ExpertShape, tokens: int, device: torch.device | str, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A uniform routing: weights ``[tokens, top_k]`` that sum to one, and as many different experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+    scores = torch.rand((tokens, shape.experts), generator=generator, device=device).topk(shape.top_k)
+    return scores.values / scores.values.sum(dim=1, keepdim=True), scores.indices.int()
