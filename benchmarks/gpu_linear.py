@@ -180,7 +180,7 @@ def main() -> int:
             arguments.out,
             rows,
             machine="h200",
-            command="python benchmarks/gpu_linear.py --time --peer",
+            command=f"python benchmarks/gpu_linear.py {'--tune' if arguments.tune else '--time --peer'}",
             facts=facts,
             replaces=lambda row: _cell(row) in cells_measured,
         )

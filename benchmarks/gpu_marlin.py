@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """vLLM's own int4 linear (Marlin, W4A16, groups of 128) beside the native kernels at the same bits a weight.
 
-    python benchmarks/gpu_marlin.py [--library FILE] [--out FILE]
+    python benchmarks/gpu_marlin.py [--library FILE] [--rows M ...] [--out FILE]
 
 Replayed graphs on float16 input, weight copies rotated beyond the L2. Marlin's repacked weights are random, and so are
 the scales of its groups: only time is compared. ``--library`` names vLLM's ``_C_stable_libtorch.abi3.so`` where vLLM
@@ -93,6 +93,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, help="vLLM's library, where vLLM is not installed")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS), help="tokens")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.library is not None:
@@ -107,13 +108,19 @@ def main() -> None:
             marlin = Marlin(shape)
             marlin.check()
             line = []
-            for count in ROWS:
+            for count in arguments.rows:
                 theirs, ours = measure(shape, marlin, count)
                 rows += [theirs, ours]
                 line.append(f"{count}: {theirs['us']:.1f}/{ours['us']:.1f}={theirs['us'] / ours['us']:.2f}")
             print(shape, "  ".join(line), flush=True)
             if arguments.out:
-                write_results(arguments.out, rows, machine="h200", command="python benchmarks/gpu_marlin.py")
+                write_results(
+                    arguments.out,
+                    rows,
+                    machine="h200",
+                    command="python benchmarks/gpu_marlin.py",
+                    replaces=lambda row: row["m"] in arguments.rows,
+                )
             del marlin
 
 
