@@ -96,8 +96,8 @@ NATIVE_MOE_MAX_ROWS_BY_BITS = {
         f"VLLM_EXL3_NATIVE_MOE_MAX_ROWS_K{bits}",
         "auto",
         rows_or_auto,
-        f"The same for layers with experts of K = {bits}; auto leaves it to the variable without _K{bits}. The "
-        "smallest number counts where a layer mixes.",
+        f"The same for layers with experts of K = {bits}{f' or {bits - 0.5:g}' if 1 < bits < 5 else ''}; auto leaves "
+        f"it to the variable without _K{bits}. The smallest number counts where a layer mixes.",
     )
     for bits in range(1, 9)
 }

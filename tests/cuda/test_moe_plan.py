@@ -34,7 +34,7 @@ LAYERS = {
     "mul1": layer(),
     "mcg": layer(tuple((projection, 6, MCG) for projection in range(3))),
     "mixed": layer(((0, 4, MUL1), (1, 16, MUL1), (2, 6, MCG))),
-    "no gate": layer(((0, 6, MUL1), (1, 6, MUL1))),
+    "no gate": layer(((0, 6, MUL1), (1, 5, MUL1))),
     "expert parallel": layer(experts=16),
     "few experts": Layer(UNIFORM, 2, 2, 1, 200, 320),
 }
@@ -110,6 +110,7 @@ def test_wide_inputs_do_not_overflow_integer_sums() -> None:
         ({"NATIVE_MOE_MAX_ROWS": "5", "NATIVE_MOE_MAX_ROWS_K4": "7"}, "mul1", 7),
         ({"NATIVE_MOE_MAX_ROWS": "5", "NATIVE_MOE_MAX_ROWS_K4": "7"}, "mcg", 5),
         ({"NATIVE_MOE_MAX_ROWS": "5", "NATIVE_MOE_MAX_ROWS_K8": "3"}, "mixed", 3),
+        ({"NATIVE_MOE_MAX_ROWS_K2": "2", "NATIVE_MOE_MAX_ROWS_K3": "6"}, "no gate", 6),  # K = 3 and 2.5
     ],
 )
 def test_row_caps_decide_the_path(
