@@ -32,7 +32,9 @@ template <class K, int P>
 __device__ __forceinline__ u32 product_at(const u32 (&words)[K::Window::words]) {
     using W = typename K::Window;
     constexpr u32 multiplier = Product<K::codebook>::multiplier, addend = Product<K::codebook>::addend;
-    if constexpr (W::byte_aligned) {
+    if constexpr (K::codebook == MUL1 && W::twice && K::half_bits >= 8) {
+        return product_word<MUL1, true>(W::template get<P>(words));  // a permute for each state leaves least to do
+    } else if constexpr (W::byte_aligned) {
         using C = Cut<W, P>;
         const u32 word = W::template string_at<C::begin>(words);
         if constexpr (C::place == 0) return multiply_add(word >> 16, multiplier, addend);
