@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
 """How long vLLM takes to load an EXL3 pack, beside a bf16 model of as many bytes and beside reading those bytes alone.
 
-    python benchmarks/gpu_load.py [--layers 32] [--passes 3] [--folder /dev/shm] [--out FILE]
+    python benchmarks/gpu_load.py [--layers 32] [--passes 2] [--folder /dev/shm] [--out FILE]
 
-Models are built and loaded in this process by vLLM's own loader, without an engine around them; small ones before
-what is timed, so that imports, contexts and compilers are done. Files are in the page cache. Passes over the kinds
-take turns, and medians are given of
+Models are built and loaded in this process by vLLM's own loader, without an engine around them. Files are in the page
+cache, and kernels are not compiled, since nothing runs. A first pass over the kinds imports what has to be and is not
+counted; those that follow are, and medians are given of
 
-* host: the files' bytes read into host memory that exists already, by one thread;
+* host: the files' bytes read into host memory that exists already, once, by one thread;
 * read: every tensor as vLLM's iterator hands it over, copied to memory of the device that exists already. This is
   what "reading the bytes" means in ratios: what any loader of vLLM's does that copies tensor by tensor;
 * weights: vLLM's ``load_weights``, which does the same and all that belongs to a model's layers;
-* check, build, finish: opening and checking the pack, making the layers, and what they do after loading; kernels are
-  what compiling and loading kernels takes of ``finish``, and not in ``load``;
-* load: vLLM's whole ``load_model`` with checking the pack, less the kernels. vLLM's own share, such as collecting
-  garbage over and over, is that of bf16 too.
+* check, build, finish: opening and checking the pack, making the layers, and what they do after loading;
+* load: vLLM's whole ``load_model``, and checking the pack. vLLM's own share, such as collecting garbage over and over,
+  is in that of bf16 too.
 
 Runs on a CPU as well, where the device's memory is the host's; only a GPU's numbers are written.
 """
@@ -40,12 +39,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks.dense_8b import KINDS, SHAPE, write_bf16_config
+from benchmarks.engine_start import inspect_models_here
 from vllm_exl3.tools.pack_writer import PackTensor, write_safetensors
 from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results
 
 COMMAND = "python benchmarks/gpu_load.py"
-SMALL = {"hidden": 256, "intermediate": 512, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 128, "vocab": 512}
 OF_EQUAL_BYTES = {**SHAPE, "hidden": 2048, "intermediate": 8192, "heads": 16}
 """A bf16 model of as many layers and, within a hundredth, as many bytes as the 8B shape in 4 bits with a head of 6."""
 
@@ -95,7 +94,7 @@ class Stages:
         self._watch(base_loader, "process_weights_after_loading", "finish")
         self._watch(default_loader.DefaultModelLoader, "load_weights", "weights")
         self._watch(config.Exl3Config, "maybe_update_config", "check")
-        self._watch(config, "prepare_kernels", "kernels")
+        config.prepare_kernels = lambda report, device: None
 
     def _watch(self, holder: Any, name: str, stage: str) -> None:
         original = getattr(holder, name)
@@ -142,9 +141,8 @@ def load(folder: Path, stages: Stages) -> dict[str, float]:
         ensure_model_parallel_initialized(1, 1)
         with stages.timed("load_model"):
             model = get_model(vllm_config=config)
-    found = {stage: stages.seconds[stage] for stage in ("check", "build", "weights", "finish", "kernels")}
-    found["finish"] -= found["kernels"]
-    found["load"] = stages.seconds["load_model"] + found["check"] - found["kernels"]
+    found = {stage: stages.seconds[stage] for stage in ("check", "build", "weights", "finish")}
+    found["load"] = stages.seconds["load_model"] + found["check"]
     del model, config
     gc.collect()
     return found
@@ -176,22 +174,23 @@ def read_to_device(files: list[Path], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def measure(folders: dict[str, Path], small: dict[str, Path], passes: int) -> Iterator[list[dict[str, Any]]]:
-    """After each pass a row a kind: medians so far."""
+def measure(folders: dict[str, Path], passes: int) -> Iterator[list[dict[str, Any]]]:
+    """After each pass that counts a row a kind: medians so far."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's loader empties a cache that CPUs lack, but for this
+    inspect_models_here()
     stages = Stages()
-    for folder in small.values():
+    for folder in folders.values():
         load(folder, stages)
     files = {kind: sorted(folder.glob("*.safetensors")) for kind, folder in folders.items()}
+    host = {kind: read_to_host(paths) for kind, paths in files.items()}
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in folders}
     for _ in range(passes):
         for kind, folder in folders.items():
-            reading = {"host": read_to_host(files[kind]), "read": read_to_device(files[kind], device)}
-            found[kind].append({**reading, **load(folder, stages)})
+            found[kind].append({"read": read_to_device(files[kind], device), **load(folder, stages)})
             print(kind, {stage: round(seconds, 3) for stage, seconds in found[kind][-1].items()}, flush=True)
         yield [
             {
@@ -200,6 +199,7 @@ def measure(folders: dict[str, Path], small: dict[str, Path], passes: int) -> It
                 "pack": folders[kind].name,
                 "bytes": sum(path.stat().st_size for path in files[kind]),
                 "passes": len(runs),
+                "host_s": host[kind],
                 **{f"{stage}_s": statistics.median(one[stage] for one in runs) for stage in runs[0]},
                 "weights_over_read": statistics.median(one["weights"] / one["read"] for one in runs),
             }
@@ -215,7 +215,7 @@ def main() -> None:
     """Write the models, measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=SHAPE["layers"])
-    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where the models are written for the while; 10 GB")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -230,9 +230,8 @@ def main() -> None:
             import vllm  # noqa: F401
 
             folders = {kind: future.result() for kind, future in written.items()}
-        small = {kind: writer(root / f"small-{kind}", SMALL) for kind, writer in WRITERS.items()}
         rows: list[dict[str, Any]] = []
-        for rows in measure(folders, small, arguments.passes):
+        for rows in measure(folders, arguments.passes):
             if arguments.out:
                 write_results(arguments.out, rows, machine="h200", command=COMMAND, replaces=_is_load)
     for row in rows:

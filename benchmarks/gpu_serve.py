@@ -35,7 +35,7 @@ from gpu_serve_memory import measure_memory
 from gpu_serve_speed import ROW, Row, generate, speed, take_turns
 
 from benchmarks.dense_8b import KINDS, SHAPE
-from benchmarks.engine_start import leave_out_top_k
+from benchmarks.engine_start import inspect_models_here, leave_out_top_k
 from vllm_exl3.ops import backends
 from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results
@@ -49,6 +49,7 @@ def load(folder: Path | str, **options: Any) -> Any:
     from vllm import LLM
 
     leave_out_top_k()
+    inspect_models_here()
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "max_model_len": 1024,

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm import LLM
 
-from benchmarks.engine_start import leave_out_top_k
+from benchmarks.engine_start import inspect_models_here, leave_out_top_k
 from tests.serving.engine import PROMPTS, engine, generate
 
 __all__ = ["DENSE", "MOE", "ROW_CODED", "serving", "tokens"]
@@ -21,6 +21,7 @@ ROW_CODED = PACKS / "qwen3-2.25-mul1-emb4"
 def serving(pack: Path, **options: Any) -> Iterator[LLM]:
     """An engine with a cache of a given size, so that others on the GPU do not disturb vLLM's measuring."""
     leave_out_top_k()
+    inspect_models_here()
     defaults = {"dtype": "float16", "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.05}
     with engine(pack, **{**defaults, **options}) as llm:
         yield llm
