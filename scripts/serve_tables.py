@@ -9,8 +9,16 @@ _KINDS = {"native": "4 bits, head 6", "cublas_bf16": "16 bits"}
 _PARTS = ("linears", "attention", "compiled", "rest")
 
 
+_LOAD = {"read": "reading alone", "weights": "weights", "check": "check", "build": "build", "finish": "finish"}
+
+
 def serve_tables(results: dict[str, Any]) -> str:
-    """What a decoding step of a whole model consists of."""
+    """What a decoding step of a whole model consists of, and what loading it takes."""
+    loads = [row for row in results["rows"] if row["subject"] == "load"]
+    return "\n".join((_steps(results), *([_loading(loads)] if loads else [])))
+
+
+def _steps(results: dict[str, Any]) -> str:
     rows = [row for row in results["rows"] if row["subject"] == "decode"]
     lines = [
         "| sequences | weights | tokens/s | step, µs | linears | attention | compiled | rest |",
@@ -21,4 +29,19 @@ def serve_tables(results: dict[str, Any]) -> str:
         texts = [f"{parts[part]:,.0f}" if part in parts else "" for part in _PARTS]
         cells = [str(row["m"]), _KINDS[row["kernel"]], f"{row['tokens_per_second']:,.0f}", f"{row['us']:,.0f}", *texts]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _loading(rows: list[Row]) -> str:
+    """Loading, beside a 16-bit model of as many bytes."""
+    lines = [
+        "Seconds of loading the same model, and one of as many bytes in 16 bits, from the page cache",
+        "(`benchmarks/gpu_load.py`, which says what each is):",
+        "",
+        "| weights | GB | " + " | ".join(_LOAD.values()) + " | vLLM's loader in all |",
+        "|---|" + "---|" * (2 + len(_LOAD)),
+    ]
+    for row in rows:
+        texts = [f"{row[f'{stage}_s']:.2f}" for stage in (*_LOAD, "load")]
+        lines.append("| " + " | ".join((_KINDS[row["kernel"]], f"{row['bytes'] / 1e9:.2f}", *texts)) + " |")
     return "\n".join(lines) + "\n"
