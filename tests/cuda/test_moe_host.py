@@ -7,6 +7,7 @@ what is in flight when, only a GPU shows (tests/gpu).
 import ctypes
 import math
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,9 +152,14 @@ def test_shares_of_two_ranks_add_up(moe_library: ctypes.CDLL, form: MoeForm) -> 
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
-def test_rows_of_any_magnitude_keep_to_themselves(moe_library: ctypes.CDLL, form: MoeForm, magnitude: float) -> None:
-    layer = random_layer(2, 256, 128, UNIFORM, **RELU2)
+@pytest.mark.parametrize(
+    ("form", "options"), [(IDENTITY, RELU2), (WIDE, RELU2), (WIDE, {})], ids=["identity", "wide", "eights"]
+)
+def test_rows_of_any_magnitude_keep_to_themselves(
+    moe_library: ctypes.CDLL, form: MoeForm, options: dict[str, Any], magnitude: float
+) -> None:
+    """The last is the transform of SwiGLU's hidden rows, eight at a time."""
+    layer = random_layer(2, 256, 128, UNIFORM, **options)
     x = torch.randn((5, 256), generator=torch.Generator().manual_seed(9)) * magnitude
     x[0, 17] *= 3000  # an outlier
     route = random_routing(5, 2, 1)

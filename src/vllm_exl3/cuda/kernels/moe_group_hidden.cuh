@@ -3,8 +3,6 @@
 #pragma once
 #include "moe_group_rows.cuh"
 
-constexpr int HIDDEN_THREADS = 384;  // of all blocks on a multiprocessor: a lane holds a 128-block of gates and of ups
-
 // Shared memory: each warp's `scales` of a 128-block, [svh of gate, svh of up, suh of down][128]; what was activated: fp16, each
 // 32 channels of a row with a power of two of their own, as the A operand of their products; and those channels' largest
 // values. Where there is room for all blocks (`args.keep_hidden`) what was activated is kept between the two passes, else each

@@ -3,9 +3,7 @@
 #include "moe_group_swiglu.cuh"
 #include "moe_group_inputs.cuh"
 
-constexpr int MOST_THREADS[] = {2 * GROUP_THREADS, HIDDEN_THREADS, SWIGLU_THREADS};  // of all blocks on a multiprocessor
-
-extern "C" __global__ void __launch_bounds__(MOST_THREADS[INSTANCE_STAGE], 1) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
+extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS[INSTANCE_STAGE], 1) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
     __shared__ u32 largest[CHUNK_ROWS];
     extern __shared__ __align__(16) u8 memory[];
     wait_for_previous();

@@ -2,6 +2,9 @@
 #pragma once
 #include "moe_outputs.cuh"
 
+// Of all blocks on a multiprocessor, which registers suffice for: by INSTANCE_STAGE.
+constexpr int RESIDENT_THREADS[] = {512, 384, 640};
+
 // The two rows of a lane, which are row g and g + 8 of a chunk, and where the chunk is stored.
 struct Chunk {
     u32 rows[2], count, unit_bytes, place;  // places in `order`, rows beyond the last repeat it; place: the lane's first row

@@ -14,8 +14,6 @@
 #pragma once
 #include "moe_group_hidden.cuh"
 
-constexpr int SWIGLU_THREADS = 640;  // of all blocks on a multiprocessor
-
 // Rows q + 4s are columns 2q + s.
 __device__ __forceinline__ u32 row_of_column(u32 column) { return (column >> 1) + 4 * (column & 1); }
 

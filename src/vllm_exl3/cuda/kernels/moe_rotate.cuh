@@ -9,8 +9,6 @@
 #include "mma.cuh"
 #include "moe_rows.cuh"
 
-constexpr int GROUP_THREADS = 256;  // of a block that goes over 128-blocks, at most
-
 // The lane's part of the matrix of signs, as the B operand of both n-tiles. Which four channel bits they are, a nibble each:
 // `in` of a k-slot (low half of a word or high, first words or last, lane bits 0 and 1), `out` of a column and the n-tile.
 struct Signs {
