@@ -66,11 +66,11 @@ _SCALE_BYTES, _KEPT_BYTES = 3 * 2 * BLOCK, 4 * 2 * 32 * 16 + 4 * 16 * 4
 _CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOCK)
 """Of moe_group_inputs.cuh: what is known of a block's next chunks; a warp's two slots for x and suh of a 128-block."""
 
-_HIDDEN_WARPS = 12
-"""Of moe_group_hidden.cuh: warps that a multiprocessor's registers hold."""
+_EIGHT_BYTES = 4 * 32 * 16 + 2 * 8 * 4
+"""Of moe_group_swiglu.cuh: what eight rows of a 128-block keep."""
 
-_SWIGLU_WARPS, _EIGHT_BYTES = 20, 4 * 32 * 16 + 2 * 8 * 4
-"""Of moe_group_swiglu.cuh: warps that a multiprocessor's registers hold; what eight rows of a 128-block keep."""
+_HIDDEN_WARPS, _SWIGLU_WARPS = 12, 20
+"""Of moe_group_rows.cuh, RESIDENT_THREADS: warps that a multiprocessor's registers hold of either."""
 
 _COMBINE_WARPS = 32
 """Of moe_combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
