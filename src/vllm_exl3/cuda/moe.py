@@ -1,4 +1,4 @@
-"""The MoE op on CUDA: five or six launches of fixed shapes, whatever the routing is; no host wait.
+"""The MoE op on CUDA: five to eight launches of fixed shapes, whatever the routing is; no host wait.
 
 1. input transform of every slot's rows for gate and up, while one block sorts the slots by expert (for many tokens
    they are sorted first, and rows of one expert are stored together);
@@ -67,7 +67,24 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
         intermediate=call.intermediate_size,
         swiglu=call.activation == "swiglu" and call.w13_bias is None,
     )
-    device = runtime.device(x.device.index)
+    device, filled = runtime.device(x.device.index), _arguments(call, x, out, ids, local)
+    choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=dispatch.batch_invariant())
+    if form is not None:
+        choice = moe_dispatch.Choice(form, choice.window, form.tile_rows // 2)
+    window = choice.window
+    for start in range(0, x.shape[0], window):
+        part = slice(start, start + window)
+        filled.x, filled.out = x[part].data_ptr(), out[part].data_ptr()
+        filled.weights, filled.ids = weights[part].data_ptr(), ids[part].data_ptr()
+        plan = plan_moe(layer, min(window, x.shape[0] - start), choice.form, choice.fat_rows, device.limits)
+        _launch(device, plan, filled, x.device)
+    return out
+
+
+def _arguments(
+    call: MoECall, x: torch.Tensor, out: torch.Tensor, ids: torch.Tensor, local: torch.Tensor | None
+) -> MoeArgs:
+    """What all windows of a call have in common; ``local`` is the experts' map as the kernels read it."""
     filled = MoeArgs(
         table=call.table.data_ptr(),
         expert_map=0 if local is None else local.data_ptr(),
@@ -85,21 +102,7 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
     for stage, flat in zip(filled.stages, (call.w13, call.w2), strict=True):
         for (name, dtype), tensor in zip(_LEAVES.items(), flat, strict=True):
             setattr(stage, name, 0 if tensor is None else checked_address(name, tensor, dtype))
-    choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=dispatch.batch_invariant())
-    if form is not None:
-        choice = moe_dispatch.Choice(form, choice.window, form.tile_rows // 2)
-    window = choice.window
-    for start in range(0, x.shape[0], window):
-        part = slice(start, start + window)
-        filled.x, filled.out = x[part].data_ptr(), out[part].data_ptr()
-        filled.weights, filled.ids = weights[part].data_ptr(), ids[part].data_ptr()
-        _launch(
-            device,
-            plan_moe(layer, min(window, x.shape[0] - start), choice.form, choice.fat_rows, device.limits),
-            filled,
-            x.device,
-        )
-    return out
+    return filled
 
 
 def checked_address(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
