@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from gpu_linear_checks import FORMS, WIDE, Checks, check_all, shape_of
 
-from vllm_exl3.cuda import dispatch, linear, prefill, runtime
+from vllm_exl3.cuda import linear, prefill, runtime
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -84,11 +84,11 @@ def measure(
 
 
 def served_by(rotation: Rotation, rows: int) -> str:
-    """The kernel that the dispatch table names for a batch size."""
+    """The kernel that serves a batch size."""
     limits, shard = runtime.device(0).limits, rotation.shard
     if prefill.serves((shard,), rows, limits):
         return "prefill"
-    return dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture).name
+    return linear.choose_form((shard,), rows, limits).name
 
 
 def measure_peer(arguments: argparse.Namespace) -> list[dict[str, object]]:
@@ -143,7 +143,7 @@ def every_form(codebook: int, rows: int) -> list[Form]:
     """The forms worth timing at a batch size."""
     if rows <= 16:
         narrow = [form for form in FORMS if rows <= 2 * form.tile_rows and (rows > 4 or form.tile_rows < 16)]
-        return [*narrow, WIDE[0]] if rows > 8 else narrow
+        return [*narrow, *WIDE[:2]] if rows > 8 else narrow
     return [form for form in WIDE if form.tile_rows < 2 * rows and rows <= form.tile_rows]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from vllm_exl3.cuda import dequantize, linear, runtime
 from vllm_exl3.cuda.geometry import Form
+from vllm_exl3.cuda.narrow import MANY
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.ops.trellis import decode, hadamard
@@ -19,7 +20,8 @@ from vllm_exl3.pack.stored import Codebook
 HALF_BITS = (*range(2, 17, 2), 3, 5, 7)
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
 FAST = Form(True, 8, fast=True)
-WIDE = (Form(False, 32), Form(False, 64), Form(False, 128))
+WIDE = (MANY, Form(False, 32), Form(False, 64), Form(False, 128))
+"""What Hopper has besides."""
 
 
 def exact(x: torch.Tensor, shard: Shard, trellis: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor) -> torch.Tensor:
@@ -107,7 +109,7 @@ def check_every_kind(checks: Checks, seed: int) -> None:
         x = torch.randn(37, 1024, device="cuda")
         expected, layout = exact(x, shard, *tensors), pack_shards([shard])
         for form in forms():
-            for rows in (1, 17, 37) if form.wide else (1, 2, 3, 4, 5, 8, 11, 16, 37):
+            for rows in (1, 17, 37) if form.wide else (1, 2, 3, 4, 5, 8, 11, 16, 27, 37):
                 found = linear.linear(x[:rows], *tensors, None, layout, form=form)
                 name = f"{codebook.label} K={half_bits / 2} {form.name} M={rows}"
                 checks.compare(name, form.name + " " + codebook.label, found, expected[:rows])

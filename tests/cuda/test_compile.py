@@ -57,7 +57,7 @@ def _mixed(architecture: str) -> list[Instance]:
     limits = typical_limits(architecture)
     return [
         instance
-        for form in (Form(True, 4), Form(False, 16))
+        for form in (Form(True, 4), Form(False, 16), *((narrow.MANY,) if limits.warpgroups else ()))
         for instance in plan(shards, form.tile_rows, 4096, form, limits, rotated=True).instances
     ]
 
@@ -85,7 +85,8 @@ def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch, architecture: 
     lines = ['#include "narrow.cuh"', f"static_assert(sizeof(SharedStrip[2]) <= {narrow_memory._STATIC_BYTES});"]
     lines.append(f"static_assert(WARPS == {narrow._WARPS} && THREADS == {narrow._THREADS});")
     lines.append(f"static_assert(ROTATE_THREADS == {narrow._ROTATE_THREADS});")
-    for form in (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16), Form(True, 8, fast=True)):
+    many = (narrow.MANY,) if limits.warpgroups else ()
+    for form in (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16), Form(True, 8, fast=True), *many):
         for half_bits, codebook in every_kind():
             arithmetic, rows = form.arithmetic(codebook), form.tile_rows
             record = narrow_memory.record_bytes(arithmetic, rows, rows, limits)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_exl3.cuda import dispatch, linear
+from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
-from vllm_exl3.cuda.narrow import NarrowArgs, NarrowShard, plan_narrow
+from vllm_exl3.cuda.narrow import MANY, NarrowArgs, NarrowShard, plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -199,8 +199,9 @@ def test_large_layers_fill_an_h200(shape: tuple[int, int], blocks: int) -> None:
 
 def _served(shards: tuple[Shard, ...], rows: int, limits: GpuLimits, one_class: bool) -> LinearPlan:
     """The launch that serves ``rows`` tokens where the prefill kernel does not."""
-    codebooks = frozenset(shard.codebook for shard in shards)
-    form = dispatch.choose_form(codebooks, rows, limits.architecture, one_class=one_class)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_BATCH_INVARIANT", str(int(one_class)))
+        form = linear.choose_form(shards, rows, limits)
     return linear.plan(shards, rows, shards[0].in_features, form, limits)
 
 
@@ -221,8 +222,35 @@ def test_every_kernel_is_prepared(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_BATCH_INVARIANT", str(int(one_class)))
         prepared = set(linear.instances(tuple(pack_shards(shards)), in_blocks * 128, limits))
-    for rows in (*range(1, 18), *batches):
+    for rows in (*range(1, 34), *batches):
         assert prepared.issuperset(_served(shards, rows, limits, one_class).instances), rows
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tokens"),
+    [
+        (((4096, 4096),), range(17, 33)),
+        (((4096, 6144),), range(17, 33)),
+        (((8192, 4096),), range(17, 29)),
+        (((8192, 28672),), ()),
+        (((4096, 1024), (4096, 1024), (4096, 4096)), range(17, 33)),
+        (((1024, 1024),) * 3, ()),
+        (((4096, 1024), (2048, 1024)), range(17, 33)),
+    ],
+)
+def test_the_narrow_kernel_serves_more_tokens_of_small_layers(
+    shapes: tuple[tuple[int, int], ...], tokens: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a block has little to rotate, and two kinds of shards at most."""
+    bits = (8, 8, 10) if shapes[0][0] > 1024 else (8, 10, 12)
+    shards = tuple(Shard(half_bits, 2, *shape, 0, shape[1]) for half_bits, shape in zip(bits, shapes, strict=False))
+    served = {rows for rows in range(1, 200) if linear.choose_form(shards, rows, GPUS["h200"]).narrow}
+    assert served == set(tokens)
+    assert not any(linear.choose_form(shards, rows, GPUS["a100"]).narrow for rows in range(1, 40))
+    for rows in served:
+        assert linear.plan(shards, rows, min(shapes)[0], MANY, GPUS["h200"]).transform is None
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not any(linear.choose_form(shards, rows, GPUS["h200"]).narrow for rows in range(1, 200))
 
 
 def test_wide_forms_are_cut_alike() -> None:

@@ -16,7 +16,7 @@ import torch
 from tests.cuda.host_kernels import build
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearPlan
-from vllm_exl3.cuda.narrow import inverse_of, plan_narrow
+from vllm_exl3.cuda.narrow import MANY, inverse_of, plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.ops.trellis import decode, hadamard
@@ -85,12 +85,18 @@ def _cases() -> dict[str, Case]:
             2, Form(False, 8), tuple((kind, 1) for kind in DECODED), 11, 1408, 7, Cut(1, 0, 5), False
         ),
         "fetched in halves": Case(0, Form(True, 4), ((MUL1, 1),), 40, 5120, 4, Cut(1, 0, 1), True),
+        "many tokens": Case(5, MANY, ((DECODED[0], 1),), 2, 256, 19, Cut(1, 0, 2), False),
+        "many tokens, kinds": Case(5, MANY, decoded, 2, 256, 27, Cut(1, 0, 5), False, torch.float32),
+        "many tokens, several at once": Case(
+            5, MANY, tuple((kind, 3) for kind in DECODED), 7, 890, 32, Cut(1, 3, 30), False
+        ),
+        "many tokens, two tiles, rotated before": Case(5, MANY, decoded, 2, 250, 39, Cut(1, 2, 10), True),
         "decoded, two tiles, rotated before": Case(3, Form(False, 16), decoded, 2, 250, 18, Cut(1, 2, 10), True),
     }
 
 
 CASES = _cases()
-QUICK = ("one token, equal parts", "kinds, cut anywhere", "decoded, 8 tokens", "a cluster of one block")
+QUICK = ("one token, equal parts", "kinds, cut anywhere", "decoded, 8 tokens", "a cluster of one block", "many tokens")
 
 
 @pytest.fixture(scope="module")

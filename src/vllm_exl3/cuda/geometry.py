@@ -57,18 +57,20 @@ class Form:
 
     Attributes:
         identity: use the codebook's identity (mul1 by bytes, mcg and 3INST by halves) instead of decoding to fp16.
-        tile_rows: tokens that share one decoding of the weights; more than 16 means the warpgroup kernel.
+        tile_rows: tokens that share one decoding of the weights; more than 16 means the wide kernel, unless `narrow`.
         fast: activations of mul1's identity are one int8 instead of two.
+        narrow: the narrow kernel serves 32 tokens (sm_90a).
     """
 
     identity: bool
     tile_rows: int
     fast: bool = False
+    narrow: bool = False
 
     @property
     def wide(self) -> bool:
-        """Whether the warpgroup kernel (sm_90a) serves it."""
-        return self.tile_rows > _NARROW
+        """Whether the wide kernel (sm_90a) serves it."""
+        return self.tile_rows > _NARROW and not self.narrow
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.binding import bind, check_flat, flat_sizes
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan
-from vllm_exl3.cuda.narrow import plan_narrow
+from vllm_exl3.cuda.narrow import MANY, plan_narrow, serves_many
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, cached_shards
@@ -165,9 +165,10 @@ def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form
     """The form that serves ``rows`` tokens where no prefill kernel does."""
     wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
     fast = wanted and prefill_int8.weights_refusal(shards) is None
-    return dispatch.choose_form(
-        _codebooks(shards), rows, limits.architecture, one_class=dispatch.batch_invariant(), fast=fast
-    )
+    one_class = dispatch.batch_invariant()
+    form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
+    many = form.wide and rows <= MANY.tile_rows and not one_class
+    return MANY if many and serves_many(shards, rows, limits) else form
 
 
 def plan(
@@ -221,7 +222,7 @@ def _launch(
     gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
 
 
-EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 33, 65)
+EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 32, 33, 65)
 """Batch sizes that between them choose every form, with the input rotated by the kernel itself and by one before it."""
 
 

@@ -26,7 +26,7 @@ from vllm_exl3.cuda.narrow_memory import NARROW, Kinds, memory_of, most_columns,
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narrow"]
+__all__ = ["MANY", "NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narrow", "serves_many"]
 
 _WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
 _ALIGN = 256
@@ -35,8 +35,11 @@ _TURN_WORDS = 32
 _MOST_ITEMS, _MOST_DIVIDED = 1 << 21, 1 << 31
 """Items, and items times a strip's, up to which the kernel's divisions are exact (``quotient`` and ``over`` of
 narrow_problem.cuh)."""
-_ROTATIONS = 16
-"""Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it."""
+_ROTATIONS, _ROTATIONS_OF_MANY = 16, 14
+"""Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it: in tiles
+of up to 16 tokens, and in those of 32, which the wide kernel serves else (docs/kernels-gpu.md)."""
+MANY = Form(identity=False, tile_rows=32, narrow=True)
+"""How the narrow kernel serves 17 to 32 tokens."""
 
 
 class NarrowShard(ctypes.Structure):
@@ -88,7 +91,7 @@ def plan_narrow(
         shards: at most `MAX_SHARDS`.
         rows: tokens.
         in_width: columns of the input; up to a shard's ``in_features`` the rest counts as zero.
-        form: how to multiply; at most 16 tokens a tile.
+        form: how to multiply; at most 16 tokens a tile, or `MANY`.
         limits: the GPU.
         cut: how to divide the work; None chooses by modelled time.
         rotated: whether a launch before it rotates the input; None decides by its cost. It changes no bit.
@@ -114,7 +117,7 @@ def plan_narrow(
     tile = min(rows, form.tile_rows)
     longest = -(-depth // cut.parts) if cut.parts else range_items + (longer_ranges > 0)
     if rotated is None:
-        rotated = tile * longest > _ROTATIONS * _WARPS
+        rotated = tile * longest > (_ROTATIONS_OF_MANY if form.narrow else _ROTATIONS) * _WARPS
     memory, together = memory_of(form, kinds, limits, cut, tile, longest, rotated), clustered(cut, limits)
     row_tiles = -(-rows // form.tile_rows)
     scratch_parts, scratch = {}, 0
@@ -153,6 +156,18 @@ def plan_narrow(
         scratch_parts=scratch_parts,
         out_features=columns,
     )
+
+
+def serves_many(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
+    """Whether 17 to 32 tokens are better served here than by the wide kernel.
+
+    Where every block rotates the little input that it multiplies, there is no launch before. More than two kinds of
+    shards do not fit the registers.
+    """
+    if len({(shard.half_bits, shard.codebook) for shard in shards}) > 2:
+        return False
+    width = min(shard.in_features for shard in shards)
+    return plan_narrow(shards, rows, width, MANY, limits).transform is None
 
 
 def _macros(form: Form, kinds: Kinds) -> tuple[tuple[str, str], ...]:

@@ -75,6 +75,8 @@ def most_columns(form: Form, kinds: Kinds, limits: GpuLimits) -> int:
 
     The same for every tile of an arithmetic class, since columns decide the order of sums.
     """
+    if form.narrow:
+        return 1
     two_fit = limits.warpgroups and all(bits in _TWO_DECODED and book == Codebook.MUL1 for bits, book in kinds)
     if not form.identity and not two_fit:  # measured: more are no faster, and leave no register to spare
         return 1

@@ -20,7 +20,7 @@ _SHARED_MEMORY = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448, "sm_103a
 """Bytes of shared memory that a block may use; 101376 on the architectures that are not listed."""
 
 _SHAPES = ((1024, 1024), (8192, 128256))
-"""Between them they choose every wide kernel of a layer: whether k is split."""
+"""Between them they choose every form, and every wide kernel of a layer: whether k is split."""
 
 
 def typical_limits(architecture: str) -> GpuLimits:
@@ -94,7 +94,7 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
             for width, height in _SHAPES
         )
         found += [dequantize_instance(shard) for shard in small]
-        for form in dict.fromkeys(choose_form(small, rows, limits) for rows in EVERY_FORM):
+        for form in dict.fromkeys(choose_form(some, rows, limits) for some in (small, large) for rows in EVERY_FORM):
             if not form.wide:
                 found += narrow.instances_of(codes, form, limits)
                 continue

@@ -19,6 +19,7 @@ void with(int kernel, const F& function) {
         case 2: return function(Decoded<8>{});
         case 3: return function(Decoded<16>{});
         case 4: return function(Fast{});
+        case 5: return function(Decoded<32>{});
         default: stop("no such kernel");
     }
 }

@@ -1,14 +1,9 @@
-// HALF on Hopper: four warps multiply their columns together by wgmma, for 8 or 16 tokens at what one product costs.
+// HALF on Hopper: four warps multiply their columns together by wgmma, for 8 to 32 tokens at little more than what one product costs.
 //
 // A warp decodes its own tile column, 16 of the 64 rows of A, as in the other loop; only products wait for one another. The kept
 // activations are the B operand where they lie.
 #pragma once
-#include "narrow_block.cuh"
-#include "wgmma.cuh"
-
-// Until all but the last PENDING units' products are done.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+#include "narrow_many.cuh"
 
 // Starts the products of a unit, on top of `sums` but for an item's FIRST. `b` is the low word of the B operand's descriptor.
 template <class K, bool FIRST>
@@ -99,6 +94,12 @@ __device__ __forceinline__ void multiply_kept_together(Totals<K> (&totals)[J], f
 // Whether registers suffice to decode while activations are on their way.
 template <class K, class Block> constexpr bool DECODES_EARLY = K::byte_sums && Block::single;
 
+// What is decoded before activations are there. With more than 16 tokens a warp has one tile column.
+template <class K> constexpr bool IN_TURNS = K::tile_rows > 16;
+template <class K, bool = IN_TURNS<K>> struct FirstDecoded { using type = DecodedStep<K>; };
+template <class K> struct FirstDecoded<K, false> { using type = Step<K>[2]; };
+template <class K> using FirstOf = typename FirstDecoded<K>::type;
+
 template <class K, int J, int RING, class Block>
 __device__ __forceinline__ void multiply_strip_together(Block& block, const Strip& strip, u32 begin, u32 end) {
     const NarrowArgs& args = block.args;
@@ -107,20 +108,23 @@ __device__ __forceinline__ void multiply_strip_together(Block& block, const Stri
     Totals<K> totals[J] = {};
     float offsets[K::columns][2] = {};
     for (u32 item = begin; item < end;) {
-        Step<K> a[2];
+        FirstOf<K> first;
         RawOf<K> raw;
         const Asked asked = block.template begin_keeping<K>(raw, item, shard);
         const auto decode_first = [&] {
             if (!columns) return;
             block.template wait_for_slot<K>(asked);
-            decode_step<K>(a[0], block.slot + step_at<K, J>(0, block.lane), block.lane);
+            const u32 row = block.slot + step_at<K, J>(0, block.lane);
+            if constexpr (IN_TURNS<K>) first.begin_step(row, block.lane);
+            else decode_step<K>(first[0], row, block.lane);
         };
         if (DECODES_EARLY<K, Block>) decode_first();
         block.template end_keeping<K>(asked, raw, item, shard);
         if (!DECODES_EARLY<K, Block>) decode_first();
-        const u32 stop = min(end, block.kept_end);
-        if (columns) multiply_kept_together<K, J, RING>(totals, offsets, a, block, block.record_of(item), stop - item);
-        else block.skip(stop - item);
+        const u32 stop = min(end, block.kept_end), record = block.record_of(item);
+        if (!columns) block.skip(stop - item);
+        else if constexpr (IN_TURNS<K>) multiply_kept_in_turns<K, RING>(totals[0], offsets, first, block, record, stop - item);
+        else multiply_kept_together<K, J, RING>(totals, offsets, first, block, record, stop - item);
         item = stop;
     }
 #pragma unroll

@@ -52,8 +52,10 @@ struct WarpgroupMma<16> {
 #define WARPGROUP_MMA(N, SUMS, A1, A2, A3, B) \
     template <> \
     struct WarpgroupMma<N> { \
+        template <bool ACCUMULATE = true> \
         static __device__ __forceinline__ void run(float (&d)[SUMS], const u32 (&a)[4], u64 b) { \
-            WGMMA_RUN("m64n" #N "k16.f32.f16.f16", ", 1, 1, 0", "+f", SUMS, A1, A2, A3, B); \
+            if constexpr (ACCUMULATE) WGMMA_RUN("m64n" #N "k16.f32.f16.f16", ", 1, 1, 0", "+f", SUMS, A1, A2, A3, B); \
+            else WGMMA_RUN_IF("ne", "m64n" #N "k16.f32.f16.f16", ", 1, 1, 0", "+f", SUMS, A1, A2, A3, B); \
         } \
     };
 WARPGROUP_MMA(32, 16, 17, 18, 19, 20)

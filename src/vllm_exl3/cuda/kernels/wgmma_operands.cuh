@@ -38,8 +38,10 @@
 
 // D += A·B: SUMS registers of D, numbered from %0 on, four of A from %SUMS on, B's descriptor. INSTRUCTION is what stands behind
 // wgmma.mma_async.sync.aligned, LAST what it wants behind its operands.
-#define WGMMA_RUN(INSTRUCTION, LAST, C, SUMS, A1, A2, A3, B) \
+#define WGMMA_RUN(INSTRUCTION, LAST, C, SUMS, A1, A2, A3, B) WGMMA_RUN_IF("eq", INSTRUCTION, LAST, C, SUMS, A1, A2, A3, B)
+// The same, and with "ne" D = A·B.
+#define WGMMA_RUN_IF(COMPARISON, INSTRUCTION, LAST, C, SUMS, A1, A2, A3, B) \
     asm volatile( \
-        "{\n.reg .pred accumulate;\nsetp.eq.u32 accumulate, 0, 0;\n" \
+        "{\n.reg .pred accumulate;\nsetp." COMPARISON ".u32 accumulate, 0, 0;\n" \
         "wgmma.mma_async.sync.aligned." INSTRUCTION " {" WGMMA_NAMES_##SUMS "}, {%" #SUMS ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", accumulate" LAST ";\n}\n" \
         : WGMMA_SUMS_##SUMS(C) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
