@@ -8,9 +8,12 @@ import sys
 import pytest
 import torch
 
+from vllm_exl3.cli.doctor import _compared
 from vllm_exl3.cli.doctor_experts import compare_experts
 from vllm_exl3.ops import backends
+from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
+from vllm_exl3.ops.shards import Shard
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 
@@ -42,6 +45,18 @@ def test_experts_that_are_off_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(backends, "find", lambda op, *rest: wrong if op == "moe" else find(op, *rest))
     with pytest.raises(RuntimeError, match=r"codebook 3inst, 1 tokens: error [45]\."):
         compare_experts(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("precision", "good", "bad"), [("default", 1.0009, 1.0011), ("fast", 1.012, 1.021)])
+def test_fast_mode_may_err_by_what_it_costs(
+    precision: str, good: float, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_PRECISION", precision)
+    layers = [Shard(8, 2, 256, 256, 0, 256)]
+    said = _compared(lambda *call: good * linear_reference(*call), layers, torch.device("cpu"))
+    assert said.startswith("1 kinds")
+    with pytest.raises(RuntimeError, match="K=4 codebook 2 M=1: error"):
+        _compared(lambda *call: bad * linear_reference(*call), layers, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
