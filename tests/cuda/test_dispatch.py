@@ -4,7 +4,7 @@ import pytest
 
 from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.compiler import ARCHITECTURES
-from vllm_exl3.cuda.dispatch import batch_invariant, choose_form, crossover, modelled
+from vllm_exl3.cuda.dispatch import batch_invariant, choose_form, crossover, modelled, origin
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.prefill import serves
 from vllm_exl3.cuda.runtime import architecture_of
@@ -36,6 +36,18 @@ def test_crossovers_say_where_they_come_from() -> None:
     assert crossover("sm_90a").measured == "NVIDIA H200"
     assert crossover("sm_89") == modelled()
     assert modelled().measured is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gpu", "said"),
+    [
+        ("sm_90a", "NVIDIA H200", "as measured on NVIDIA H200"),
+        ("sm_90a", "NVIDIA H100", "as measured on NVIDIA H200, which NVIDIA H100 resembles (sm_90a)"),
+        ("sm_89", "NVIDIA L4", "which kernel serves how many tokens is modelled: nobody has measured it on sm_89"),
+    ],
+)
+def test_crossovers_are_told_in_words(architecture: str, gpu: str, said: str) -> None:
+    assert origin(architecture, gpu) == said
 
 
 def test_mul1_by_the_integer_identity_at_few_tokens() -> None:

@@ -105,3 +105,21 @@ def test_fast_arithmetic_is_named_where_nothing_serves_it(monkeypatch: pytest.Mo
     assert "  precision  fast was asked for; native on cpu, which serves linears, has no such mode" in report.text()
     monkeypatch.setattr(report, "experts", {"model.layers.0.mlp.experts": SimpleNamespace()})
     assert report._precision()[1:] == ["fast was asked for; routed experts have no such mode"]
+
+
+@pytest.mark.parametrize(("backend", "told"), [("native", True), ("reference", False)])
+def test_a_gpu_without_measurements_is_told_so(backend: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    layer, layout = layer_and_layout("model.layers.0.mlp.down_proj")
+    report.add_layer("down", layer, layout)
+    pack = SimpleNamespace(source="pack", commit=None, quantization={})
+    assert report.layer_ready("down", layer, pack)  # type: ignore[arg-type]
+    assert report.as_dict()["dispatch"] is None and "dispatch" not in report.text()
+    gpu = SimpleNamespace(name="NVIDIA L4", limits=SimpleNamespace(architecture="sm_89"))
+    choice = SimpleNamespace(backend=SimpleNamespace(name=backend), declined={})
+    monkeypatch.setattr(report, "device", "cuda")
+    monkeypatch.setattr("vllm_exl3.ops.backends.select", lambda *_: choice)
+    monkeypatch.setattr("vllm_exl3.cuda.runtime.device", lambda index: gpu)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    line = "  dispatch   which kernel serves how many tokens is modelled: nobody has measured it on sm_89\n"
+    assert (line in report.text()) == told

@@ -22,6 +22,7 @@ __all__ = [
     "choose_form",
     "crossover",
     "modelled",
+    "origin",
     "prefill_from",
     "warpgroups",
 ]
@@ -69,6 +70,19 @@ def crossover(architecture: str) -> Crossover:
     if entry is None:
         return modelled()
     return Crossover(mul1=int(str(entry["mul1"])), halves=int(str(entry["halves"])), measured=str(entry["gpu"]))
+
+
+def origin(architecture: str, gpu: str) -> str:
+    """Where it comes from which kernel serves how many tokens, in words: for the report of an engine's start.
+
+    Args:
+        architecture: NVRTC's name of the GPU.
+        gpu: the GPU's own name.
+    """
+    measured = crossover(architecture).measured
+    if measured is None:
+        return f"which kernel serves how many tokens is modelled: nobody has measured it on {architecture}"
+    return f"as measured on {measured}" + ("" if measured == gpu else f", which {gpu} resembles ({architecture})")
 
 
 _MODELLED_PREFILL = 49

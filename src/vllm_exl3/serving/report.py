@@ -141,6 +141,7 @@ class Report:
             "embeddings": dict(self.embeddings),
             "dense_linears": dict(sorted(self.dense.items())),
             "kernels": self._kernels(),
+            "dispatch": self._dispatch(),
             "precision": self._precision(),
             "bytes": dict(self.bytes),
         }
@@ -171,6 +172,8 @@ class Report:
             lines.append(
                 f"  {op:<10} {kernel['backend']} on {kernel['device']}" + (f" ({declined})" if declined else "")
             )
+        if facts["dispatch"]:
+            lines.append(f"  dispatch   {facts['dispatch']}")
         lines += [f"  precision  {line}" for line in facts["precision"]]
         memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts["bytes"].items())
         lines.append(f"  memory     {memory} on this rank")
@@ -209,6 +212,17 @@ class Report:
             op: {"backend": choice.backend.name, "device": self.device, "declined": choice.declined}
             for op, choice in choices.items()
         }
+
+    def _dispatch(self) -> str | None:
+        """Where it comes from which native kernel of linears serves how many tokens, on a GPU."""
+        if self.device != "cuda" or not self.layers:
+            return None
+        if backends.select("linear", self.device, linear_reference).backend.name != "native":
+            return None
+        from vllm_exl3.cuda import dispatch, runtime
+
+        here = runtime.device(torch.cuda.current_device())
+        return dispatch.origin(here.limits.architecture, here.name)
 
     def _precision(self) -> list[str]:
         """What fast arithmetic serves, where it was asked for."""
