@@ -71,9 +71,15 @@ def test_files_that_others_can_write_are_not_loaded(cache: CubinCache, mode: int
     assert cache.get(KEY, "kernel", _refuse) == (b"fresh", True)
 
 
-def test_folders_that_others_can_write_are_not_trusted(cache: CubinCache) -> None:
+def test_folders_that_others_can_write_are_not_trusted_and_named_once(
+    cache: CubinCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.get("cd" * 32, "other", lambda: IMAGE)
     cache.folder.chmod(0o777)
-    assert cache.get(KEY, "kernel", lambda: b"fresh") == (b"fresh", False)
+    with caplog.at_level(logging.WARNING, "vllm.exl3"):
+        for key in (KEY, "cd" * 32):
+            assert cache.get(key, "kernel", lambda: b"fresh") == (b"fresh", False)
+    assert [f"{cache.folder}: no cached kernel" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")

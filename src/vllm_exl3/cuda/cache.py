@@ -99,7 +99,10 @@ class CubinCache:
             )
             return None
         with os.fdopen(descriptor, "rb") as file:
-            reason = _untrusted(os.fstat(file.fileno()), "file") or _untrusted(os.stat(path.parent), "folder")
+            if (reason := _untrusted(os.stat(path.parent), "folder")) is not None:
+                self._say_once("folder", "%s: no cached kernel from there is used: %s", self.folder, reason)
+                return None
+            reason = _untrusted(os.fstat(file.fileno()), "file")
             if reason is None:
                 try:
                     data = file.read()
