@@ -14,6 +14,7 @@ from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
 from vllm_exl3.cuda.narrow import MANY, NarrowArgs, NarrowShard, plan_narrow
 from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow_memory import most_columns
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
@@ -179,6 +180,24 @@ def test_sums_are_ordered_alike_for_every_batch_of_a_class(
         for tile in tiles
     ]
     assert len({(tuple(_ranges(plan)), dict(plan.instance.macros)["INSTANCE_COLUMNS"]) for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "columns"),
+    [
+        ({(8, 2)}, 2),
+        ({(6, 2), (8, 2)}, 2),
+        ({(12, 2)}, 2),
+        ({(8, 2), (12, 2)}, 1),
+        ({(10, 2), (12, 2)}, 1),
+        ({(16, 2)}, 1),
+        ({(8, 1)}, 1),
+    ],
+    ids=str,
+)
+def test_tile_columns_that_decoded_weights_leave_registers_for(kinds: set[tuple[int, int]], columns: int) -> None:
+    assert most_columns(Form(False, 16), sorted(kinds), GPUS["h200"]) == columns
+    assert most_columns(Form(False, 16), sorted(kinds), GPUS["a100"]) == 1
 
 
 def test_blocks_of_a_strip_form_clusters_where_all_run_at_once() -> None:

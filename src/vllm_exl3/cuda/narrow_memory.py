@@ -20,8 +20,9 @@ _RINGS, _LEAST_KEPT = (2, 3, 4, 6, 8), 4
 _IN_FLIGHT = 96 << 10
 """Bytes a multiprocessor that cover the latency of DRAM, with room to spare."""
 
-_TWO_DECODED = (2, 4, 6, 8)
-"""2·K for which a warp that decodes mul1 to fp16 may have two tile columns without running out of registers."""
+_TWO_DECODED, _TWO_DECODED_ALONE = (2, 4, 6, 8), (10, 12)
+"""2·K for which a warp that decodes mul1 to fp16 may have two tile columns without running out of registers; and those
+for which it may where all of a launch's shards are alike."""
 
 _TOKEN_BYTES = {Arithmetic.INTEGER: 1056, Arithmetic.PAIR: 576, Arithmetic.HALF: 320, Arithmetic.BYTE: 576}
 """``Record::token_bytes`` of narrow_record.cuh, but for wgmma's operands."""
@@ -77,7 +78,8 @@ def most_columns(form: Form, kinds: Kinds, limits: GpuLimits) -> int:
     """
     if form.narrow:
         return 1
-    two_fit = limits.warpgroups and all(bits in _TWO_DECODED and book == Codebook.MUL1 for bits, book in kinds)
+    two = _TWO_DECODED + _TWO_DECODED_ALONE if len(set(kinds)) == 1 else _TWO_DECODED
+    two_fit = limits.warpgroups and all(bits in two and book == Codebook.MUL1 for bits, book in kinds)
     if not form.identity and not two_fit:  # measured: more are no faster, and leave no register to spare
         return 1
     tokens, count = (8, 2) if form.identity else (NARROW, 6)
