@@ -69,6 +69,13 @@ def test_row_caps_decide_the_path(
     assert not choose(LAYERS[name], rows + 1, H200).form.identity
 
 
+@pytest.mark.parametrize(("half_bits", "rows"), [((8,), 64), ((4,), 64), ((4, 8), 64), ((6,), 56), ((8, 10), 56)])
+def test_the_decode_path_serves_as_many_tokens_as_were_measured_to_pay(half_bits: tuple[int, ...], rows: int) -> None:
+    """4 tokens an expert with K = 2 and 4, 3.5 with others."""
+    kinds = tuple((projection, each, MUL1) for projection in range(3) for each in half_bits)
+    assert decode_rows(layer(kinds)) == rows
+
+
 def test_grouped_prefill_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(LAYERS["mul1"], 5000, H200).form.wide
     monkeypatch.setenv("VLLM_EXL3_GROUPED_PREFILL", "0")

@@ -14,9 +14,12 @@ from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 
 __all__ = ["Choice", "choose", "every_form"]
 
-_MUL1_ROWS, _PAIR_ROWS = 3.5, 8.0
-"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, between 3 and 4.3
-(benchmarks/results/h200/moe.json); mcg and 3INST: what one decoding serves."""
+_MUL1_ROWS, _LIGHT_ROWS, _PAIR_ROWS = 3.5, 4.0, 8.0
+"""Up to how many tokens an expert, on average, the identities win. mul1: measured on an H200, 3.5 with K = 3, between 4
+and 4.5 with K = 2 and 4; mcg and 3INST: what one decoding serves."""
+
+_LIGHT_HALF_BITS = frozenset((4, 8))
+"""2·K of mul1 whose states are cheapest to cut, of those measured."""
 
 _WIDE_ROWS = {32: 24.0, 64: 52.0}
 """Up to how many tokens an expert, on average, row blocks of this size win; above them those of 256 do. Measured on an
@@ -70,7 +73,8 @@ def decode_rows(layer: Layer) -> int:
     general = env.NATIVE_MOE_MAX_ROWS.get()
     caps = [env.NATIVE_MOE_MAX_ROWS_BY_BITS[each].get() for each in bits]
     chosen = [cap if cap is not None else general for cap in caps]
-    rows = _MUL1_ROWS if layer.mul1 else _PAIR_ROWS
+    light = all(half_bits in _LIGHT_HALF_BITS for half_bits, _ in layer.codes)
+    rows = (_LIGHT_ROWS if light else _MUL1_ROWS) if layer.mul1 else _PAIR_ROWS
     measured = max(4 if layer.mul1 else 8, int(rows * layer.total_experts / layer.top_k))
     return min(cap if cap is not None else measured for cap in chosen)
 
