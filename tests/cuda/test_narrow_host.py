@@ -122,7 +122,9 @@ def _layer(case: Case) -> tuple[tuple[Shard, ...], list[tuple[torch.Tensor, torc
     return tuple(shards), tensors
 
 
-def _run(library: ctypes.CDLL, case: Case, x: torch.Tensor, stale: np.ndarray | None = None) -> torch.Tensor:
+def _run(
+    library: ctypes.CDLL, case: Case, x: torch.Tensor, stale: np.ndarray | None = None, at_once: bool = False
+) -> torch.Tensor:
     """Results of a launch; ``stale`` are words that scratch may hold before, else 1, that of a taken share."""
     shards, tensors = _layer(case)
     plan: LinearPlan = plan_narrow(shards, x.shape[0], case.width, case.form, LIMITS, case.cut, case.rotated)
@@ -142,7 +144,11 @@ def _run(library: ctypes.CDLL, case: Case, x: torch.Tensor, stale: np.ndarray | 
         library.run_rotate(ctypes.byref(arguments), case.kernel, *plan.transform.grid, plan.transform.shared)
     # The plan makes no cluster of one block, and reserves no memory for what its blocks exchange.
     shared = plan.shared + case.clustered * case.form.tile_rows * 2 * 512
-    library.run_narrow(ctypes.byref(arguments), case.kernel, case.cut.columns, int(case.clustered), *plan.grid, shared)
+    block = case.cut.columns, int(case.clustered)
+    library.run_narrow(ctypes.byref(arguments), case.kernel, *block, *plan.grid, shared, int(at_once))
+    if plan.counters:
+        left = (ctypes.c_uint32 * plan.counters).from_address(arguments.counters)
+        assert not any(left), "counters are zero again behind a launch"
     return out
 
 
@@ -176,6 +182,22 @@ def test_what_scratch_held_before_says_nothing(library: ctypes.CDLL, name: str) 
     anything = np.random.default_rng(3).integers(0, 1 << 32, 1000, np.uint32)
     for stale in (meant, np.concatenate([np.repeat(meant, 100), anything])):
         assert torch.equal(_run(library, case, x, stale), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "one token, equal parts",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("kinds, cut anywhere", "decoded, 16 tokens")),
+    ),
+)
+def test_blocks_at_once_and_in_turn_give_the_same(library: ctypes.CDLL, name: str) -> None:
+    """At once they wait for each other's sums and share what ends a strip; in turn the last one does it all."""
+    case = CASES[name]
+    x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(4)).to(case.dtype)
+    expected = _run(library, case, x)
+    for _ in range(3):
+        assert torch.equal(_run(library, case, x, at_once=True), expected)
 
 
 @pytest.mark.parametrize("name", ("four tokens, two columns a warp", "decoded, 8 tokens"))

@@ -13,7 +13,7 @@ struct HostBarrier {
         if (arrived == expected && bytes == 0) arrived = 0, phase ^= 1;
     }
 };
-inline std::map<u32, HostBarrier> host_barriers;
+inline thread_local std::map<u32, HostBarrier> host_barriers;
 
 inline void mbarrier_init(u32 barrier, u32 count) { host_barriers[barrier] = {int(count)}; }
 inline void mbarrier_init_visible() {}

@@ -24,9 +24,9 @@ void with(int kernel, const F& function) {
     }
 }
 
-extern "C" void run_narrow(const NarrowArgs* args, int kernel, int columns, int cluster, u32 grid_x, u32 grid_y, u32 shared) {
+extern "C" void run_narrow(const NarrowArgs* args, int kernel, int columns, int cluster, u32 grid_x, u32 grid_y, u32 shared, int at_once) {
     with(kernel, [=](auto kinds) {
-        launch(grid_x, grid_y, THREADS, shared, [=] {
+        (at_once ? launch_at_once : launch)(grid_x, grid_y, THREADS, shared, [=] {
             if (cluster) narrow<1, 3, true, decltype(kinds)>(*args);
             else if (columns == 1) narrow<1, 3, false, decltype(kinds)>(*args);
             else narrow<2, 2, false, decltype(kinds)>(*args);

@@ -38,7 +38,8 @@ inline void ptx_max_NaN_f32(float& d, float a, float b) { d = a != a ? a : b != 
 inline void ptx_add_rn_f16(uint16_t& d, unsigned a, unsigned b) { d = uint16_t(half_bits_of(half_value(a) + half_value(b))); }
 inline void ptx_mov_b32(uint16_t& low, uint16_t& high, unsigned word) { low = uint16_t(word), high = uint16_t(word >> 16); }
 inline void ptx_mov_b32(unsigned& word, uint16_t low, uint16_t high) { word = low | unsigned(high) << 16; }
-inline bool waits_in_order = false, waited[MAX_THREADS];  // whether every thread is to wait before it lets the next launch begin
+inline bool waits_in_order = false;
+inline thread_local bool waited[MAX_THREADS];  // whether every thread is to wait before it lets the next launch begin
 inline void ptx_griddepcontrol_wait() { waited[running] = true; }
 inline void ptx_griddepcontrol_launch_dependents() {
     if (waits_in_order && !waited[running]) stop("the next launch may begin before this one waited");
@@ -58,8 +59,8 @@ inline void ptx_st_shared_u16(unsigned at, uint16_t value) { memcpy(shared_bytes
 
 // Copies land as late as they may: when their thread waits for them.
 struct Copy { unsigned target; const void* source; unsigned size; };
-inline std::vector<Copy> open_copies[MAX_THREADS];
-inline std::vector<std::vector<Copy>> closed_copies[MAX_THREADS];
+inline thread_local std::vector<Copy> open_copies[MAX_THREADS];
+inline thread_local std::vector<std::vector<Copy>> closed_copies[MAX_THREADS];
 inline void start_copy_of(unsigned target, const void* source, unsigned size) {
     if (reinterpret_cast<uintptr_t>(source) % size) stop("alignment of a copy's source");
     open_copies[running].push_back({target, source, size});
@@ -97,18 +98,34 @@ inline void ptx_st_shared_v2_u32(unsigned at, unsigned a, unsigned b) { shared_b
 inline void ptx_st_shared_v4_u32(unsigned at, unsigned a, unsigned b, unsigned c, unsigned d) {
     shared_bytes(at, 16), ptx_st_shared_v2_u32(at, a, b), ptx_st_shared_v2_u32(at + 8, c, d);
 }
-inline void ptx_fence_acq_rel_gpu() {}
-inline void ptx_st_relaxed_gpu_global_f32(float* at, float value) { *at = value; }
-inline void ptx_ld_relaxed_gpu_global_u32(unsigned& d, const unsigned* at) { d = *at; }
-inline void ptx_ld_relaxed_gpu_global_v4_f32(float& a, float& b, float& c, float& d, const float4* at) { a = at->x, b = at->y, c = at->z, d = at->w; }
-inline void ptx_atom_relaxed_gpu_global_cas_b32(unsigned& before, unsigned* at, unsigned expected, unsigned wanted) {
-    before = *at;
-    if (before == expected) *at = wanted;
+// Blocks may run at once, each in a thread of the host.
+inline void ptx_fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline unsigned loaded(const void* at) { return __atomic_load_n(static_cast<const unsigned*>(at), __ATOMIC_ACQUIRE); }
+inline void stored(void* at, unsigned word) { __atomic_store_n(static_cast<unsigned*>(at), word, __ATOMIC_RELEASE); }
+inline unsigned exchanged(unsigned* at, const std::function<unsigned(unsigned)>& next) {
+    unsigned before = loaded(at);
+    while (!__atomic_compare_exchange_n(at, &before, next(before), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+    return before;
 }
-inline void ptx_atom_acquire_gpu_global_inc_u32(unsigned& before, unsigned* at, unsigned last) { before = *at, *at = before >= last ? 0 : before + 1; }
-inline void ptx_atom_acq_rel_gpu_global_add_u32(unsigned& before, unsigned* at, unsigned more) { before = *at, *at += more; }
-inline void ptx_atom_acq_rel_gpu_global_or_b32(unsigned& before, unsigned* at, unsigned bits) { before = *at, *at |= bits; }
-inline void ptx_ld_acquire_gpu_global_u32(unsigned& value, const unsigned* at) { value = *at; }
+inline void ptx_st_relaxed_gpu_global_f32(float* at, float value) { stored(at, __float_as_uint(value)); }
+inline void ptx_ld_relaxed_gpu_global_u32(unsigned& d, const unsigned* at) { d = loaded(at); }
+inline void ptx_ld_acquire_gpu_global_u32(unsigned& d, const unsigned* at) { d = loaded(at); }
+inline void ptx_ld_relaxed_gpu_global_v4_f32(float& a, float& b, float& c, float& d, const float4* at) {
+    a = __uint_as_float(loaded(&at->x)), b = __uint_as_float(loaded(&at->y)), c = __uint_as_float(loaded(&at->z)), d = __uint_as_float(loaded(&at->w));
+}
+inline void ptx_atom_relaxed_gpu_global_cas_b32(unsigned& before, unsigned* at, unsigned expected, unsigned wanted) {
+    before = exchanged(at, [=](unsigned now) { return now == expected ? wanted : now; });
+}
+inline void ptx_atom_acquire_gpu_global_inc_u32(unsigned& before, unsigned* at, unsigned last) {
+    before = exchanged(at, [=](unsigned now) { return now >= last ? 0 : now + 1; });
+}
+inline void ptx_atom_acq_rel_gpu_global_add_u32(unsigned& before, unsigned* at, unsigned more) {
+    before = exchanged(at, [=](unsigned now) { return now + more; });
+}
+inline void ptx_atom_acq_rel_gpu_global_or_b32(unsigned& before, unsigned* at, unsigned bits) {
+    before = exchanged(at, [=](unsigned now) { return now | bits; });
+}
+
 
 // Instructions that nothing runs here.
 template <class... Operands> inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(Operands&&...) { stop("ldmatrix"); }
@@ -117,7 +134,7 @@ template <class... Operands> inline void ptx_barrier_cluster_wait_acquire_aligne
 
 // A lane's A and B registers of m16n8k16 (two values a word) or m16n8k32 (four), and its four sums from all lanes' registers.
 struct MmaOperands { unsigned a[4], b[2]; };
-inline MmaOperands mma_operands[MAX_THREADS / 32][32];
+inline thread_local MmaOperands mma_operands[MAX_THREADS / 32][32];
 
 template <int PER_WORD, class T, class Product>
 inline void multiply(T* const (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const T (&c)[4], const Product& product) {

@@ -1,6 +1,6 @@
-// Runs a kernel's thread blocks on the host, one after the other: every thread is a coroutine, and warp and block collectives
-// are meeting points that switch to the next one. Enough of CUDA for this package's kernels; slow, and exact about barriers:
-// threads that wait for each other for ever stop the program.
+// Runs a kernel's thread blocks on the host, one after the other or all at once, each in a thread of the host's: a block's threads
+// are coroutines, and warp and block collectives are meeting points that switch to the next one. Enough of CUDA for this package's
+// kernels; slow, and exact about barriers: threads that wait for each other for ever stop the program.
 #pragma once
 #include <ucontext.h>
 
@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -20,7 +21,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __shared__ static thread_local
 #define __align__(size) __attribute__((aligned(size)))
 #define __CUDA_ARCH__ 900
 
@@ -35,8 +36,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 constexpr int SHARED_BYTES = 1 << 18, STACK_BYTES = 1 << 17, MAX_THREADS = 1024;
 constexpr unsigned SHARED_BASE = 1024;  // shared addresses begin there, so that 0 is none
-alignas(1024) inline unsigned char memory[SHARED_BYTES];
-inline unsigned shared_limit = SHARED_BYTES;  // of the launch: accesses beyond it stop the program
+alignas(1024) inline thread_local unsigned char memory[SHARED_BYTES];
+inline thread_local unsigned shared_limit = SHARED_BYTES;  // of the launch: accesses beyond it stop the program
 
 [[noreturn]] inline void stop(const char* why) {
     fprintf(stderr, "%s\n", why);
@@ -48,10 +49,10 @@ inline unsigned char* shared_bytes(unsigned address, unsigned size) {
 }
 
 struct Thread { ucontext_t context; bool done; };
-inline Thread threads[MAX_THREADS];
-inline ucontext_t scheduler;
-inline int running;
-inline unsigned block_x, block_y, threads_a_block, blocks_x, blocks_y;
+inline thread_local Thread threads[MAX_THREADS];
+inline thread_local ucontext_t scheduler;
+inline thread_local int running;
+inline thread_local unsigned block_x, block_y, threads_a_block, blocks_x, blocks_y;
 struct Index { unsigned x; };
 #define threadIdx (Index{static_cast<unsigned>(running)})
 #define blockIdx (Index2{block_x, block_y})
@@ -69,8 +70,8 @@ struct Meeting {
         else while (round == mine) switch_thread();
     }
 };
-inline Meeting block_meeting, warp_meetings[MAX_THREADS / 32], named_meetings[16];
-inline unsigned warp_values[MAX_THREADS / 32][32];
+inline thread_local Meeting block_meeting, warp_meetings[MAX_THREADS / 32], named_meetings[16];
+inline thread_local unsigned warp_values[MAX_THREADS / 32][32];
 
 inline void __syncthreads() { block_meeting.wait(threads_a_block); }
 inline void __syncwarp() { warp_meetings[running / 32].wait(32); }
@@ -128,37 +129,53 @@ template <class A, class B> inline auto max(A a, B b) { return std::max<std::com
 template <class A, class B> inline auto min(A a, B b) { return std::min<std::common_type_t<A, B>>(a, b); }
 inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return static_cast<const unsigned char*>(pointer) - memory + SHARED_BASE; }
 
-inline std::function<void()> kernel_body;
+inline thread_local std::function<void()> kernel_body;
 inline void run_thread() { kernel_body(); threads[running].done = true; }
 
-// Runs a grid. Shared memory is poisoned before every block.
+// Runs one block; its shared memory is poisoned before.
+inline void run_block() {
+    static thread_local std::vector<std::vector<char>> stacks(MAX_THREADS);
+    memset(memory, 0xff, sizeof memory);
+    block_meeting = {};
+    for (Meeting& meeting : warp_meetings) meeting = {};
+    for (Meeting& meeting : named_meetings) meeting = {};
+    for (unsigned i = 0; i < threads_a_block; ++i) {
+        stacks[i].resize(STACK_BYTES);
+        threads[i].done = false;
+        getcontext(&threads[i].context);
+        threads[i].context.uc_stack.ss_sp = stacks[i].data(), threads[i].context.uc_stack.ss_size = STACK_BYTES;
+        threads[i].context.uc_link = &scheduler;
+        makecontext(&threads[i].context, run_thread, 0);
+    }
+    unsigned left = threads_a_block;
+    for (long round = 0; left; ++round) {
+        if (round == 2000000) stop("threads wait for each other");
+        left = 0;
+        for (unsigned i = 0; i < threads_a_block; ++i)
+            if (!threads[i].done) {
+                running = i;
+                swapcontext(&scheduler, &threads[i].context);
+                left += !threads[i].done;
+            }
+    }
+}
+
+// Runs a grid, one block after the other.
 inline void launch(unsigned grid_x, unsigned grid_y, unsigned block, unsigned shared, std::function<void()> body) {
-    static std::vector<std::vector<char>> stacks(MAX_THREADS);
     kernel_body = std::move(body), threads_a_block = block, blocks_x = grid_x, blocks_y = grid_y, shared_limit = shared;
     for (block_y = 0; block_y < grid_y; ++block_y)
-        for (block_x = 0; block_x < grid_x; ++block_x) {
-            memset(memory, 0xff, sizeof memory);
-            block_meeting = {};
-            for (Meeting& meeting : warp_meetings) meeting = {};
-            for (Meeting& meeting : named_meetings) meeting = {};
-            for (unsigned i = 0; i < block; ++i) {
-                stacks[i].resize(STACK_BYTES);
-                threads[i].done = false;
-                getcontext(&threads[i].context);
-                threads[i].context.uc_stack.ss_sp = stacks[i].data(), threads[i].context.uc_stack.ss_size = STACK_BYTES;
-                threads[i].context.uc_link = &scheduler;
-                makecontext(&threads[i].context, run_thread, 0);
-            }
-            unsigned left = block;
-            for (long round = 0; left; ++round) {
-                if (round == 2000000) stop("threads wait for each other");
-                left = 0;
-                for (unsigned i = 0; i < block; ++i)
-                    if (!threads[i].done) {
-                        running = i;
-                        swapcontext(&scheduler, &threads[i].context);
-                        left += !threads[i].done;
-                    }
-            }
-        }
+        for (block_x = 0; block_x < grid_x; ++block_x) run_block();
+}
+
+// Runs a grid, all blocks at once.
+inline void launch_at_once(unsigned grid_x, unsigned grid_y, unsigned block, unsigned shared, std::function<void()> body) {
+    std::vector<std::thread> blocks;
+    for (unsigned y = 0; y < grid_y; ++y)
+        for (unsigned x = 0; x < grid_x; ++x)
+            blocks.emplace_back([=] {
+                kernel_body = body, threads_a_block = block, blocks_x = grid_x, blocks_y = grid_y, shared_limit = shared;
+                block_x = x, block_y = y;
+                run_block();
+            });
+    for (std::thread& one : blocks) one.join();
 }
