@@ -34,7 +34,7 @@ QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
 
 _MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
-_ROTATED_ROWS, _MOST_SHARING, _QUEUED = 8, 8, 2  # of prefill_rotate.cu
+_ROTATED_ROWS, _MOST_SHARING, _QUEUED, _ARRIVED_BYTES = 8, 8, 2, 128  # of prefill_rotate.cu
 _UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
@@ -117,7 +117,7 @@ def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut
     sharing = _sharing(groups, in_blocks, warps, limits)
     if sharing == 2 and 3 * groups >= limits.multiprocessors:
         warps, sharing = 16, _sharing(groups, in_blocks, 16, limits)
-    shared = 4 * MAX_SHARDS * _ROTATED_ROWS + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
+    shared = 4 * MAX_SHARDS * _ROTATED_ROWS + _ARRIVED_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
     return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, 1), _WARP * warps, shared, sharing)
 
 

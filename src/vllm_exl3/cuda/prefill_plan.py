@@ -135,7 +135,7 @@ class _Kernel:
 
 def _staging(tokens: int) -> int:
     """Shared memory that the ends of a Hadamard block's tiles take: prefill_tile.cuh, prefill_outputs.cuh."""
-    outputs = 64 * 64 * 2 + tokens * BLOCK * 2 if tokens > 128 else 64 * (BLOCK + 4) * 4
+    outputs = 64 * 64 * 2 + (tokens + 1) * BLOCK * 2 if tokens > 128 else 64 * (BLOCK + 4) * 4
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + outputs
 
 

@@ -4,7 +4,7 @@
 
 #define ROTATE_WARPS 2  // few, so that clusters of 8 fit
 #define ROTATE_BLOCKS 1
-constexpr unsigned BLOCK_THREADS = 32 * ROTATE_WARPS, BLOCK_BYTES = 256 + 2048 + ROTATE_WARPS * 2 * 2048;
+constexpr unsigned BLOCK_THREADS = 32 * ROTATE_WARPS, BLOCK_BYTES = 256 + 128 + 2048 + ROTATE_WARPS * 2 * 2048;
 static unsigned sharing;  // blocks of a cluster
 static unsigned rank_of_thread() { return running / BLOCK_THREADS; }
 
@@ -32,9 +32,10 @@ inline unsigned address_in(unsigned address, unsigned rank) { return address + (
 inline void meet_cluster() { arrive_at_cluster(), wait_for_arrivals(); }
 #define shared_of address_in
 #define sync_cluster meet_cluster
-inline void ptx_red_relaxed_cluster_shared__cluster_max_u32(unsigned at, unsigned value) {
+inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx__bytes_max_u32(unsigned at, unsigned value, unsigned barrier) {
     unsigned* to = reinterpret_cast<unsigned*>(shared_bytes(at, 4));
     *to = std::max(*to, value);
+    host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();
 }
 
 inline unsigned larger_magnitude(unsigned a, unsigned b, unsigned infinity) {

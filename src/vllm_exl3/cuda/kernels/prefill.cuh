@@ -94,6 +94,10 @@ __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, 
             source.fetch_activations(ring);
         }
     }
+    // The block must not leave before the others of its cluster have written to it for the last time, which is to its barriers.
+    if constexpr (S::CLUSTER > 1)
+#pragma unroll 1
+        for (u32 i = 0; i < ring.stages; ++i, ring.next()) mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);
 }
 
 struct PrefillBlock {
@@ -205,7 +209,7 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
         mbarrier_init_visible();
     }
     if constexpr (S::CLUSTER == 1) __syncthreads();
-    else sync_cluster();
+    else cluster_started(), wait_for_cluster();
     let_next_start();
     if (warp < PRODUCERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
@@ -229,7 +233,4 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
             if (ends) end_parts<S>(block);
         }
     }
-    // No block leaves while another may still write to its shared memory.
-    __syncwarp();
-    if constexpr (S::CLUSTER > 1) sync_cluster();
 }

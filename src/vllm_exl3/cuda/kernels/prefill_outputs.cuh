@@ -11,7 +11,8 @@
 template <int TOKENS>
 struct Outputs {
     static constexpr u32 HALF = 64;                      // channels that a warpgroup multiplied; the rest is one addition
-    static constexpr u32 MATRIX_BYTES = HALF * HALF * 2, PITCH = TOKENS * 16;  // of eight channels of all tokens
+    static constexpr u32 MATRIX_BYTES = HALF * HALF * 2;
+    static constexpr u32 PITCH = TOKENS * 16 + 16;       // of eight channels of all tokens, and a pad against bank conflicts
     static constexpr u32 bytes = sizeof(Staging) + MATRIX_BYTES + STRIP / 8 * PITCH;
     static constexpr float LEFT = 1.0f / 4096;
 

@@ -24,7 +24,7 @@ constexpr int ROWS = 8;  // of a warp, and of the blocks of a cluster, which sha
 // A warp has a queue of places in shared memory, one for x of each of its next 128-blocks: loads by whole lines, where lanes would
 // each fetch 16 bytes of their own rows. Another place has the rows' first 128-block for all warps.
 constexpr u32 QUEUED = 2, PLACE_BYTES = 2 * STRIP * ROWS, QUEUE_BYTES = QUEUED * PLACE_BYTES;
-constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS;
+constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS, ARRIVED_BYTES = 128;  // of rows' bounds; of barriers behind them, one a shard
 
 constexpr u32 OUTLIERS = 7;  // powers of two between the guess and the largest scale
 constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not divided by, the scale is
@@ -36,8 +36,10 @@ constexpr u32 LEAST_SUH = 0x0c00;
 // Says that this block has cleared its shared memory; waits for the others of its cluster.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void max_remote(u32 address, u32 value) {
-    asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// The larger of two values goes to another block's shared memory, and counts as four bytes at its barrier.
+__device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) {
+    asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];"
+                 ::"r"(address), "r"(value), "r"(barrier) : "memory");
 }
 
 // The larger magnitude of each half, its sign anything; a NaN is above all.
@@ -199,8 +201,8 @@ __device__ __forceinline__ u32 rotate_blocks(const Rotation<TYPE>& rotation, u32
         if (first + i * step < blocks) rotation.fetch(queue + PLACE_BYTES * i, first + i * step);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
-    const float mine = scale();
     if (first < blocks) rotation.load_scales(scales, first);
+    const float mine = scale();
     rotation.exchange(results, mine);
 #pragma unroll 1
     for (u32 block = first; block < blocks; block += step) {
@@ -219,19 +221,23 @@ __device__ __forceinline__ u32 rotate_blocks(const Rotation<TYPE>& rotation, u32
     return rotation.row_bound(most);
 }
 
-// Bits of the largest bounds of the block's rows become those of the cluster's `parts` blocks.
-__device__ __forceinline__ void exchange_largest(u32 (&largest)[ROWS], u32 parts) {
+// Bits of the largest bounds of the block's rows become those of the cluster's `parts` blocks. A barrier counts what comes from the
+// others: the cluster's barrier would wait until all that the block has stored is in memory.
+__device__ __forceinline__ void exchange_largest(u32 (&largest)[ROWS], u32 arrived, u32 parts) {
+    if (threadIdx.x == 0) mbarrier_expect(arrived, 4 * ROWS * (parts - 1));
     if (threadIdx.x < ROWS)
+#pragma unroll 1
         for (u32 other = 0; other < parts; ++other)
-            if (other != blockIdx.x % parts) max_remote(shared_of(shared_address(&largest[threadIdx.x]), other), largest[threadIdx.x]);
-    sync_cluster();
+            if (other != blockIdx.x % parts)
+                max_remote(shared_of(shared_address(&largest[threadIdx.x]), other), largest[threadIdx.x], shared_of(arrived, other));
+    mbarrier_wait(arrived, 0);
 }
 
 template <u32 TYPE>
 __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&largest)[MAX_SHARDS][ROWS]) {
     const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), parts = args.sharing, first = blockIdx.x % parts * ROTATE_WARPS + warp;
     const u32 blocks = args.in_features / STRIP, first_row = blockIdx.x / parts * ROWS;
-    const u32 first_block = shared_address(largest) + LARGEST_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
+    const u32 first_block = shared_address(largest) + LARGEST_BYTES + ARRIVED_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
     u32 lane = threadIdx.x & 31;
     for (u32 pair = warp; pair < ROWS / 2; pair += ROTATE_WARPS) Rotation<TYPE>(args, 0, first_row, lane).fetch_pair(first_block, 0, pair);
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -255,7 +261,7 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
         __syncthreads();
         if (parts > 1) {
             if (s == 0) cluster_wait();  // others' shared memory is cleared
-            exchange_largest(largest[s], parts);
+            exchange_largest(largest[s], shared_address(largest) + LARGEST_BYTES + 8 * s, parts);
         }
         const u32 bits = largest[s][rotation.token()];
         const bool good = suits(guess, bits);
@@ -274,7 +280,11 @@ extern "C" __global__ void __launch_bounds__(32 * ROTATE_WARPS, ROTATE_BLOCKS) e
     auto& largest = *reinterpret_cast<u32(*)[MAX_SHARDS][ROWS]>(shared);  // bits of rows' bounds; queues lie behind
     let_next_start();
     if (threadIdx.x < MAX_SHARDS * ROWS) largest[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
-    if (args.sharing > 1) cluster_arrive();
+    if (args.sharing > 1) {
+        if (threadIdx.x < MAX_SHARDS) mbarrier_init(shared_address(shared) + LARGEST_BYTES + 8 * threadIdx.x, 1);
+        mbarrier_init_visible();
+        cluster_arrive();
+    }
     __syncthreads();
     wait_for_previous();
     if (blockIdx.x == 0) clear_arrivals(args);
