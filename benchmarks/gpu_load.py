@@ -3,9 +3,9 @@
 
     python benchmarks/gpu_load.py [--layers 32] [--passes 2] [--folder /dev/shm] [--out FILE]
 
-Models are built and loaded in this process by vLLM's own loader, without an engine around them. Files are in the page
-cache, and kernels are not compiled, since nothing runs. A first pass over the kinds imports what has to be and is not
-counted; those that follow are, and medians are given of
+Models are built and loaded in this process by vLLM's own loader, without an engine around them; small ones first, so
+that everything is imported. Files are in the page cache, and kernels are not compiled, since nothing runs. Passes over
+the kinds take turns, and medians are given of
 
 * host: the files' bytes read into host memory that exists already, once, by one thread;
 * read: every tensor as vLLM's iterator hands it over, copied to memory of the device that exists already. This is
@@ -45,6 +45,7 @@ from vllm_exl3.tools.random_pack import write_random_pack
 from vllm_exl3.tools.results import write_results
 
 COMMAND = "python benchmarks/gpu_load.py"
+SMALL = {"hidden": 256, "intermediate": 512, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 128, "vocab": 512}
 OF_EQUAL_BYTES = {**SHAPE, "hidden": 2048, "intermediate": 8192, "heads": 16}
 """A bf16 model of as many layers and, within a hundredth, as many bytes as the 8B shape in 4 bits with a head of 6."""
 
@@ -174,8 +175,8 @@ def read_to_device(files: list[Path], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def measure(folders: dict[str, Path], passes: int) -> Iterator[list[dict[str, Any]]]:
-    """After each pass that counts a row a kind: medians so far."""
+def measure(folders: dict[str, Path], small: dict[str, Path], passes: int) -> Iterator[list[dict[str, Any]]]:
+    """After each pass a row a kind: medians so far."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,7 +184,7 @@ def measure(folders: dict[str, Path], passes: int) -> Iterator[list[dict[str, An
         import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's loader empties a cache that CPUs lack, but for this
     inspect_models_here()
     stages = Stages()
-    for folder in folders.values():
+    for folder in small.values():
         load(folder, stages)
     files = {kind: sorted(folder.glob("*.safetensors")) for kind, folder in folders.items()}
     host = {kind: read_to_host(paths) for kind, paths in files.items()}
@@ -231,7 +232,8 @@ def main() -> None:
 
             folders = {kind: future.result() for kind, future in written.items()}
         rows: list[dict[str, Any]] = []
-        for rows in measure(folders, arguments.passes):
+        small = {kind: writer(root / f"small-{kind}", SMALL) for kind, writer in WRITERS.items()}
+        for rows in measure(folders, small, arguments.passes):
             if arguments.out:
                 write_results(arguments.out, rows, machine="h200", command=COMMAND, replaces=_is_load)
     for row in rows:
