@@ -86,14 +86,35 @@ def test_buffers_are_made_once_and_given_back() -> None:
         (torch.zeros(64, 64), torch.rand(64, 64).t()),
         (torch.zeros(64, 64), torch.rand(1, 64).expand(64, 64)[:, :1].expand(64, 64)),
         (torch.zeros(2, 2000), torch.rand(2, 2001)[:, :2000]),
+        (torch.zeros(64, 64), torch.rand(1, 64)),
+        (torch.zeros(()), torch.rand(())),
+        (torch.zeros(0, 64), torch.rand(0, 64)),
+        (torch.zeros(64, 0), torch.rand(64, 0)),
     ],
-    ids=["another dtype", "strided target", "strided rows", "expanded", "rows larger than a buffer"],
+    ids=[
+        "another dtype",
+        "strided target",
+        "strided rows",
+        "expanded",
+        "rows larger than a buffer",
+        "one row for all",
+        "a number",
+        "no rows",
+        "empty rows",
+    ],
 )
 def test_what_threads_cannot_copy_is_copied_all_the_same(target: torch.Tensor, source: torch.Tensor) -> None:
     stage = staging(1000, 2)
     stage.copy(target, source)
-    assert torch.equal(target, source.to(target.dtype))
+    assert torch.equal(target, source.to(target.dtype).expand_as(target))
     assert not LateBuffer.made
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_other_shapes_are_refused_as_by_torch(rows: int) -> None:
+    stage = staging(1000, 2)
+    with pytest.raises(RuntimeError, match="must match"):
+        stage.copy(torch.zeros(4, 64), torch.rand(rows, 64))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -110,3 +131,5 @@ def test_a_thread_s_error_is_the_copy_s() -> None:
     LateBuffer.made[-1].memory = torch.zeros(0, dtype=torch.uint8)
     with pytest.raises(ValueError, match="reshape"):
         stage.copy(torch.zeros(1000), torch.rand(1000))
+    wanted = torch.rand(1000)
+    assert torch.equal(copied(stage, wanted.clone()), wanted), "the copy after it lacks buffers"

@@ -102,20 +102,28 @@ class Staging:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``target.copy_(source)`` for two tensors of one shape; ``source`` may change as soon as this returns."""
-        alike = source.dtype == target.dtype and target.is_contiguous() and source.stride(-1) == 1
-        if alike and source[0].nbytes <= self._nbytes and self._pays(target, source):
+        alike = source.dtype == target.dtype and source.shape == target.shape and source.numel() > 0
+        in_rows = source.dim() > 0 and source.stride(-1) == 1 and target.is_contiguous()
+        if alike and in_rows and source[0].nbytes <= self._nbytes and self._pays(target, source):
             with self._lock:
-                self._by_threads(target, source)
+                try:
+                    self._by_threads(target, source)
+                except BaseException:
+                    self._forget()  # what was under way holds buffers that the next copy would miss
+                    raise
         else:
             target.copy_(source)
 
     def release(self) -> None:
         """Give buffers and threads back, until the next copy."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
-                self._free.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
+        self._free.clear()
 
     def _by_threads(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Cut the source between rows into what fits a buffer, and send the buffers in their order."""
