@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
-from vllm_exl3.cli.doctor import _compared
+from vllm_exl3.cli.doctor import _ROWS, _compared, _layers
 from vllm_exl3.cli.doctor_experts import compare_experts
+from vllm_exl3.cuda.linear import EVERY_FORM, choose_form
+from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
@@ -87,3 +89,11 @@ def test_a_bench_names_the_option_that_is_wrong(arguments: tuple[str, ...], opti
     found = run("bench", *arguments)
     assert found.returncode == 2 and f"Invalid value for {option}: {arguments[-1]}" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("architecture", ["sm_86", "sm_90a"])
+def test_linears_of_few_tokens_are_compared_on_every_kernel(architecture: str) -> None:
+    limits = typical_limits(architecture)
+    for shard in _layers():
+        narrow = {form for rows in EVERY_FORM if not (form := choose_form((shard,), rows, limits)).wide}
+        assert narrow <= {choose_form((shard,), rows, limits) for rows in _ROWS}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.conftest import DATA
@@ -124,3 +125,24 @@ def test_paragraphs_of_help_fill_their_lines(command: list[str]) -> None:
     for line, following in itertools.pairwise(lines):
         if line.strip() and following.strip():
             assert len(line.rstrip()) + 1 + len(following.split()[0]) >= 79, line
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ValueError("routed experts of 2048 and 99999 channels: found little, expected more"), "99999 channels"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 EiB.\nof which"), "9 EiB. Ask for less"),
+    ],
+    ids=["experts that do not fit", "a full GPU"],
+)
+def test_experts_that_a_gpu_cannot_hold_are_refused_in_words(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TooLarge:
+        def prepare(self) -> None:
+            raise error
+
+    monkeypatch.setattr("vllm_exl3.cuda.backend.unavailable", lambda: None)
+    monkeypatch.setattr("vllm_exl3.cuda.moe_timing.random_experts", lambda *_: TooLarge())
+    status, said = _run(monkeypatch, "bench", "moe")
+    assert (status, sentence in said, said.count("\n")) == (1, True, 1), said

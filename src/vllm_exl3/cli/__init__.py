@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command line.
 
     A faulty pack ends it with its four-part message and exit status 1, a wrong variable or a path that the system
-    refuses with one sentence.
+    refuses with one sentence, a full GPU with what it lacks.
     """
     for stream in (sys.stdout, sys.stderr):
         # File names need not be text, and a terminal need not have every character of a tensor's name.
@@ -61,6 +61,11 @@ def main() -> None:
         app()
     except (Exl3PackError, VariableError, OSError) as error:
         typer.echo(_said(error), err=True)
+        sys.exit(1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which not every command imports
+            raise
+        typer.echo(f"{str(error).splitlines()[0]} Ask for less, or end what else uses the GPU.", err=True)
         sys.exit(1)
 
 

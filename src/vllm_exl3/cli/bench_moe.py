@@ -39,7 +39,11 @@ def moe(
 
     shape = ExpertShape(experts, top_k, hidden, intermediate)
     layer = random_experts(shape, [(rate, int(code)) for rate in rates])
-    layer.prepare()
+    try:
+        layer.prepare()
+    except ValueError as error:
+        typer.echo(f"These experts cannot be timed here: {error}", err=True)
+        raise typer.Exit(1) from None
     kinds = ", ".join(f"{rate:g}" for rate in rates)
     typer.echo(
         f"{torch.cuda.get_device_name()}   µs a block of {experts} experts, top {top_k}, {hidden}×{intermediate}, "

@@ -18,6 +18,9 @@ __all__ = ["doctor"]
 _LIMITS = {"default": 1e-3, "fast": 2e-2}
 """Relative error of a linear by ``VLLM_EXL3_PRECISION``."""
 
+_ROWS = (1, 7, 16, 24, 40, 130)
+"""Tokens of the linears that are compared: every kind of kernel serves one of them."""
+
 
 def doctor() -> None:
     """Check the environment, and every kernel against the plain PyTorch reference on each GPU, or on the CPU.
@@ -189,7 +192,7 @@ def _compared(linear: "Callable[..., torch.Tensor]", layers: "list[Shard]", devi
         trellis = torch.randint(-(2**15), 2**15, (shard.trellis_words,), device=device).to(torch.int16)
         suh, svh = torch.randn(2, 256, device=device).half()
         layout = tuple(pack_shards([shard]))
-        for rows in (1, 7, 16, 40, 130):
+        for rows in _ROWS:
             x = torch.randn(rows, 256, device=device)
             expected = linear_reference(x, trellis, suh, svh, None, layout)
             found = linear(x, trellis, suh, svh, None, layout)
