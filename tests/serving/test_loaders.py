@@ -67,15 +67,11 @@ def test_load_formats_give_the_same_logits(load_format: str) -> None:
         torch.testing.assert_close(logits_of(llm, ids), expected, rtol=0, atol=0)
 
 
-class Heard(logging.Handler):
+class Heard:
     """Keeps what vLLM and this package say."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
     def lines(self, level: int = logging.INFO) -> list[str]:
         return [record.getMessage() for record in self.records if record.levelno >= level]
@@ -83,10 +79,22 @@ class Heard(logging.Handler):
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
-    handler, logger = Heard(), logging.getLogger("vllm")
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
+    """Listens where records are made: the first engine of a process sets handlers and level of vLLM's logger."""
+    listener, make = Heard(), logging.getLogRecordFactory()
+    own = logging.getLogger("vllm.exl3")
+    level = own.level
+    own.setLevel(logging.INFO)
+
+    def keep(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = make(*arguments, **named)
+        if record.name.partition(".")[0] == "vllm":
+            listener.records.append(record)
+        return record
+
+    logging.setLogRecordFactory(keep)
+    yield listener
+    logging.setLogRecordFactory(make)
+    own.setLevel(level)
 
 
 def assert_fit_for_layerwise_reload(loader: Any) -> None:
