@@ -38,7 +38,6 @@ from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_laye
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, check_tables_claimed, is_draft
-from vllm_exl3.serving.staging import STAGING
 from vllm_exl3.serving.vocabulary import VocabularyMethods
 
 __all__ = ["Exl3Config"]
@@ -256,7 +255,6 @@ class Exl3Config(QuantizationConfig):
 
     def layer_ready(self, where: str, layer: torch.nn.Module) -> None:
         """Note a loaded layer; after the last one, make the kernels ready and log the report."""
-        STAGING.release()  # all are loaded when the first is ready, but where a reload goes layer by layer
         if self.report.layer_ready(where, layer, self.pack):
             with phase("making kernels ready"):
                 prepare_kernels(self.report, compute_device(layer))

@@ -23,7 +23,6 @@ from vllm_exl3.pack.scaled_rows import row_layout
 from vllm_exl3.pack.stored import TILE, StoredRowTable, StoredScaledTable
 from vllm_exl3.serving.head import Exl3HeadMethod
 from vllm_exl3.serving.loading import check_overwritten, register_parameter
-from vllm_exl3.serving.staging import STAGING
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -156,7 +155,7 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
     def load_rows(self, param: Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of the codes ``[rows, columns]``."""
         self._check(self.table.table, (self.table.rows, self.table.columns), loaded_weight)
-        STAGING.copy(param.data, loaded_weight[self._start : self._start + param.shape[0]])
+        param.data.copy_(loaded_weight[self._start : self._start + param.shape[0]])
 
     def load_scales(self, param: Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of the scales ``[rows, groups]``."""

@@ -28,7 +28,6 @@ from vllm_exl3.serving.loading import (
     register_parameter,
     unpack_signs_like,
 )
-from vllm_exl3.serving.staging import STAGING
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -112,7 +111,7 @@ class Exl3LinearMethod(LinearMethodBase):
             target = param.data[slot.trellis : slot.trellis + shard.trellis_words].view(shard.trellis_shape)
             rows = slice(piece.row_start // TILE, (piece.row_start + piece.row_size) // TILE)
             columns = slice(piece.column_start // TILE, (piece.column_start + piece.column_size) // TILE)
-            STAGING.copy(target, loaded_weight[rows, columns])
+            target.copy_(loaded_weight[rows, columns])
 
     def load_suh(self, param: Parameter, loaded_weight: torch.Tensor, shard_id: ShardId = None) -> None:
         """Copy this rank's range of one stored input scale ``[in]``."""

@@ -9,7 +9,6 @@ from vllm_exl3.pack.stored import TILE, StoredLinear
 from vllm_exl3.serving.loading import check_loaded_marker, check_shape, unpack_signs_like
 from vllm_exl3.serving.moe_checks import LoadedExperts
 from vllm_exl3.serving.moe_layout import ExpertLayout, ExpertSlot
-from vllm_exl3.serving.staging import STAGING
 
 __all__ = ["ExpertLoaders"]
 
@@ -106,7 +105,7 @@ def _copy_trellis(param: Parameter, loaded: torch.Tensor, slot: ExpertSlot) -> N
     """This rank's blocks of a stored trellis ``[in/16, out/16, 16·K]``."""
     (row, rows), (column, columns), at = slot.rows, slot.columns, slot.projection
     target = param.data[at.trellis : at.trellis + at.trellis_words].view(at.trellis_shape)
-    STAGING.copy(target, loaded[row // TILE : (row + rows) // TILE, column // TILE : (column + columns) // TILE])
+    target.copy_(loaded[row // TILE : (row + rows) // TILE, column // TILE : (column + columns) // TILE])
 
 
 def _copy_suh(param: Parameter, loaded: torch.Tensor, slot: ExpertSlot) -> None:
