@@ -13,7 +13,7 @@ from vllm_exl3.pack.stored import BLOCK, Codebook
 __all__ = ["NARROW", "NarrowMemory", "memory_of", "most_columns", "record_bytes", "ring_items", "slot_bytes"]
 
 NARROW = 16
-"""Tokens that decoding to fp16 serves at most."""
+"""Tokens that decoding to fp16 serves at most in a tile, other than in `narrow.MANY`."""
 
 _WARPS, _ITEM_TILES, _STATIC_BYTES = 16, 8, 128
 _RINGS, _LEAST_KEPT = (2, 3, 4, 6, 8), 4
@@ -74,7 +74,8 @@ def _largest_slot(kinds: Kinds, columns: int) -> int:
 def most_columns(form: Form, kinds: Kinds, limits: GpuLimits) -> int:
     """Tile columns a warp may have: sums must fit the registers, three items of its ring and some records the memory.
 
-    The same for every tile of an arithmetic class, since columns decide the order of sums.
+    The same for every tile of an arithmetic class, since columns decide the order of sums; `narrow.MANY`, which is not
+    used where all tokens are to have one class, is a class of its own.
     """
     if form.narrow:
         return 1

@@ -56,7 +56,8 @@ __device__ __forceinline__ u32 rank_in_cluster() {
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The two halves of a barrier that only says that every block of the cluster has started.
+// The two halves of a barrier that says that every block of the cluster has started and, behind `mbarrier_init_visible`, that its
+// mbarriers are initialised; it makes nothing else visible that was written before it.
 __device__ __forceinline__ void cluster_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

@@ -1,4 +1,4 @@
-// The trellis GEMM for up to 16 tokens a tile: y = ((x·suh) H W H)·svh + bias, one launch a fused linear, or two.
+// The trellis GEMM for up to 16 tokens a tile, on Hopper 32: y = ((x·suh) H W H)·svh + bias, one launch a fused linear, or two.
 //
 // A warp multiplies J tile columns of its own; all warps of a block take the same k, so no sum crosses warps. Weights stream
 // through each warp's ring; they are fetched before the kernel ahead has finished, since nothing ever writes them. Then the block

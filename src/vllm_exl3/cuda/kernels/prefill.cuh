@@ -94,7 +94,9 @@ __device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, 
             source.fetch_activations(ring);
         }
     }
-    // The block must not leave before the others of its cluster have written to it for the last time, which is to its barriers.
+    // The block must not leave before the others of its cluster have written to it for the last time. Their copies are there before its
+    // own warps release a slot; what comes last is that others release theirs, at its `empty` barriers. A slot that was never filled has
+    // nothing to wait for: its barrier is in its first phase, and the parity asked for is that of the one before.
     if constexpr (S::CLUSTER > 1)
 #pragma unroll 1
         for (u32 i = 0; i < ring.stages; ++i, ring.next()) mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);

@@ -24,7 +24,8 @@ constexpr int ROWS = 8;  // of a warp, and of the blocks of a cluster, which sha
 // A warp has a queue of places in shared memory, one for x of each of its next 128-blocks: loads by whole lines, where lanes would
 // each fetch 16 bytes of their own rows. Another place has the rows' first 128-block for all warps.
 constexpr u32 QUEUED = 2, PLACE_BYTES = 2 * STRIP * ROWS, QUEUE_BYTES = QUEUED * PLACE_BYTES;
-constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS, ARRIVED_BYTES = 128;  // of rows' bounds; of barriers behind them, one a shard
+// Of rows' bounds; of barriers behind them, one a shard. Places lie behind both, at multiples of 128: `take` flips bits of addresses.
+constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS, ARRIVED_BYTES = 128;
 
 constexpr u32 OUTLIERS = 7;  // powers of two between the guess and the largest scale
 constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not divided by, the scale is
@@ -33,7 +34,7 @@ constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not d
 // which may lie beside no larger suh, stays below 46341 and converts to fp16; an infinity would be NaN beside zeros.
 constexpr u32 LEAST_SUH = 0x0c00;
 
-// Says that this block has cleared its shared memory; waits for the others of its cluster.
+// Says that this block has cleared its shared memory and initialised its barriers; waits for the others of its cluster.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // The larger of two values goes to another block's shared memory, and counts as four bytes at its barrier.

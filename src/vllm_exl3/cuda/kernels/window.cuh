@@ -2,7 +2,7 @@
 //
 // A lane owns ring positions 32c..32c+31 of one tile, the 16 k of output channels c and c+8. `load_words` leaves
 // in registers a bit string, most significant bit first, in which the state of position p starts at bit `start(p)`;
-// `window<p>` cuts it out. Which bits, is known at compile time, so each state costs one or two instructions:
+// `get<p>` cuts it out. Which bits, is known at compile time, so each state costs one or two instructions:
 //   K = 1, 2, 3, 4, 6, 8: many states of equal start mod 8 lie few bytes apart: a funnel shift a word serves them all, each
 //                         then one byte permute, which leaves the state in both halves of its word (codebook.cuh undoes it);
 //   other K:              a shift or funnel shift, and a mask where the state is not at an end of its word.
