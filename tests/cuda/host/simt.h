@@ -5,6 +5,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -132,8 +133,10 @@ inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return
 inline thread_local std::function<void()> kernel_body;
 inline void run_thread() { kernel_body(); threads[running].done = true; }
 
-// Runs one block; its shared memory is poisoned before.
-inline void run_block() {
+// Runs one block; its shared memory is poisoned before. Blocks that run at once may wait long for one that the host does not run just
+// now, which is given its turn; alone, a block's threads can only wait for each other.
+inline void run_block(bool at_once) {
+    const auto begun = std::chrono::steady_clock::now();
     static thread_local std::vector<std::vector<char>> stacks(MAX_THREADS);
     memset(memory, 0xff, sizeof memory);
     block_meeting = {};
@@ -149,7 +152,9 @@ inline void run_block() {
     }
     unsigned left = threads_a_block;
     for (long round = 0; left; ++round) {
-        if (round == 2000000) stop("threads wait for each other");
+        if (at_once) std::this_thread::yield();
+        const bool too_long = at_once ? std::chrono::steady_clock::now() - begun > std::chrono::minutes(5) : round == 2000000;
+        if (too_long) stop("threads wait for each other");
         left = 0;
         for (unsigned i = 0; i < threads_a_block; ++i)
             if (!threads[i].done) {
@@ -164,7 +169,7 @@ inline void run_block() {
 inline void launch(unsigned grid_x, unsigned grid_y, unsigned block, unsigned shared, std::function<void()> body) {
     kernel_body = std::move(body), threads_a_block = block, blocks_x = grid_x, blocks_y = grid_y, shared_limit = shared;
     for (block_y = 0; block_y < grid_y; ++block_y)
-        for (block_x = 0; block_x < grid_x; ++block_x) run_block();
+        for (block_x = 0; block_x < grid_x; ++block_x) run_block(false);
 }
 
 // Runs a grid, all blocks at once.
@@ -175,7 +180,7 @@ inline void launch_at_once(unsigned grid_x, unsigned grid_y, unsigned block, uns
             blocks.emplace_back([=] {
                 kernel_body = body, threads_a_block = block, blocks_x = grid_x, blocks_y = grid_y, shared_limit = shared;
                 block_x = x, block_y = y;
-                run_block();
+                run_block(true);
             });
     for (std::thread& one : blocks) one.join();
 }
