@@ -102,7 +102,6 @@ template <class K> using FirstOf = typename FirstDecoded<K>::type;
 
 template <class K, int J, int RING, class Block>
 __device__ __forceinline__ void multiply_strip_together(Block& block, const Strip& strip, u32 begin, u32 end) {
-    static_assert(!IN_TURNS<K> || J == 1, "tiles of 32 tokens have one column a warp");
     const NarrowArgs& args = block.args;
     const NarrowShard& shard = args.shards[strip.shard];
     const bool columns = strip.channel + block.warp * J * 16 < shard.out_features;
