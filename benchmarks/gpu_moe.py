@@ -20,12 +20,13 @@ from pathlib import Path
 
 import torch
 from gpu_moe_checks import ALL, FORMS, SHAPES, Checks, every_form
-from gpu_moe_layers import GpuLayer, random_layer, random_routing
+from gpu_moe_layers import GpuLayer, random_layer
 from gpu_moe_peer import peer_us
 from gpu_moe_summary import summaries, table
 
 from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda.moe_geometry import MoeForm
+from vllm_exl3.cuda.moe_timing import copies_for, random_routing
 from vllm_exl3.cuda.timing import replayed
 from vllm_exl3.ops.experts import projection_kinds
 from vllm_exl3.tools.expert_layout import lay_out_experts
@@ -46,11 +47,6 @@ def check(seed: int, names: list[str]) -> bool:
             function(checks, seed)
             print(f"{function.__name__}: {checks.done} checks, {len(checks.failed)} failed", flush=True)
     return checks.report(seed)
-
-
-def copies_for(tokens: int) -> int:
-    """Calls of a graph: so many that few tokens do not find their experts in the L2."""
-    return max(2, min(24, 256 // tokens))
 
 
 def block_us(layer: GpuLayer, top_k: int, tokens: int, form: MoeForm | None) -> float:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 
 import gpu_linear_checks
 import torch
-from gpu_moe_layers import INST3, MCG, MUL1, GpuLayer, Kind, every_kind, random_layer, random_routing
+from gpu_moe_layers import INST3, MCG, MUL1, GpuLayer, Kind, every_kind, random_layer
 
 from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.moe_gemm import forms, gemm_instance
 from vllm_exl3.cuda.moe_geometry import MoeForm
 from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, SWIGLU_ROWS, TURNS
+from vllm_exl3.cuda.moe_timing import random_routing
 
 BOUND = 1.2e-3
 """Relative Frobenius error of a whole layer, also of a single row: of three linears within 5e-4 each two are multiplied

@@ -120,13 +120,6 @@ def random_layer(
     return GpuLayer(hidden, intermediate, projections, tensors, activation, pack_table(projections).cuda())
 
 
-def random_routing(tokens: int, experts: int, top_k: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights ``[tokens, top_k]`` that sum to one, and as many different experts."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    scores = torch.rand((tokens, experts), generator=generator, device="cuda").topk(top_k)
-    return scores.values / scores.values.sum(dim=1, keepdim=True), scores.indices.int()
-
-
 @functools.cache
 def every_kind() -> tuple[Kind, ...]:
     """Every rate with every codebook that has it."""

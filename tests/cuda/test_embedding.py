@@ -9,6 +9,7 @@ import torch
 
 from vllm_exl3.cuda.compiler import ARCHITECTURES, compile_instance, compiler_unavailable
 from vllm_exl3.cuda.embedding import EmbeddingArgs, every_instance, instance_for, ngram_instance, pack_instances
+from vllm_exl3.pack.pack import Pack
 
 
 @pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
@@ -52,7 +53,7 @@ def test_arguments_are_laid_out_as_the_kernel_s() -> None:
 
 def test_a_pack_s_tables_tell_which_kernels_it_needs() -> None:
     pack = Path(__file__).parents[1] / "data" / "packs" / "qwen3-2.25-mul1-emb4"
-    assert [dict(instance.macros) for instance in pack_instances(str(pack))] == [
+    assert [dict(instance.macros) for instance in pack_instances(Pack.open(str(pack)))] == [
         {"INSTANCE_KIND": "2", "INSTANCE_BITS": "4"}
     ]
-    assert not pack_instances(str(pack.with_name("llama_odd-4.0-mul1")))
+    assert not pack_instances(Pack.open(str(pack.with_name("llama_odd-4.0-mul1"))))

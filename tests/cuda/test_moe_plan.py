@@ -20,6 +20,7 @@ from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
 from vllm_exl3.ops.activation import ACTIVATIONS
 from vllm_exl3.pack.codec import codebook_table
+from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import Codebook
 
 
@@ -162,7 +163,7 @@ def test_the_ring_is_deep_enough_at_every_rate() -> None:
 
 def test_precompiling_knows_what_a_packs_experts_mix() -> None:
     packs = Path(__file__).parents[1] / "data" / "packs"
-    found = {path.name: expert_codes(str(path)) for path in packs.iterdir() if path.is_dir()}
+    found = {path.name: expert_codes(Pack.open(str(path))) for path in packs.iterdir() if path.is_dir()}
     assert any(found.values())
     for codes in filter(None, found.values()):
         shapes = [Layer(tuple((2, *kind) for kind in kinds), 8, 8, 1, 2048, 768) for kinds in codes]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_exl3.cuda import moe_timing
-from vllm_exl3.cuda.moe_timing import ExpertShape, random_experts, routing
+from vllm_exl3.cuda.moe_timing import ExpertShape, random_experts, random_routing
 from vllm_exl3.ops.moe import moe_reference
 from vllm_exl3.pack.stored import Codebook
 
@@ -32,7 +32,7 @@ def test_a_timed_call_is_a_layer_of_its_kinds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_routings_visit_different_experts_and_share_one() -> None:
-    weights, ids = routing(SHAPE, 50, "cpu", seed=3)
+    weights, ids = random_routing(50, SHAPE.experts, SHAPE.top_k, 3, "cpu")
     torch.testing.assert_close(weights.sum(dim=1), torch.ones(50))
     assert all(len(set(row)) == SHAPE.top_k for row in ids.tolist())
     assert sorted(ids.unique().tolist()) == list(range(SHAPE.experts))

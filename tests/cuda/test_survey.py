@@ -45,8 +45,8 @@ def test_precompiling_knows_what_a_packs_layers_fuse(tmp_path: Path) -> None:
     write_random_pack(tmp_path / "pack", **shape, bits=lambda key: rates.get(key.rpartition(".")[2], 6))
     single = [((2 * bits, Codebook.MUL1),) for bits in (2, 3, 4, 5, 6)]
     fused = tuple((2 * bits, Codebook.MUL1) for bits in (3, 4, 5))
-    assert survey.pack_codes(str(tmp_path / "pack")) == sorted([*single, fused])
+    assert survey.pack_codes(Pack.open(str(tmp_path / "pack"))) == sorted([*single, fused])
     for pack in ("mixtral-4.0-3inst", "qwen3_moe-3.0-mul1"):
         opened = Pack.open(str(DATA / "packs" / pack))
         dense = {(item.half_bits, item.codebook) for key, item in opened.linears.items() if ".experts." not in key}
-        assert {kind for codes in survey.pack_codes(str(DATA / "packs" / pack)) for kind in codes} == dense
+        assert {kind for codes in survey.pack_codes(Pack.open(str(DATA / "packs" / pack))) for kind in codes} == dense

@@ -13,7 +13,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read when torch 
 import torch
 
 from vllm_exl3.cuda import dequantize, linear, moe
-from vllm_exl3.cuda.moe_timing import ExpertShape, random_experts, routing
+from vllm_exl3.cuda.moe_timing import ExpertShape, random_experts, random_routing
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
@@ -49,7 +49,7 @@ def experts() -> None:
     layer.prepare()
     for tokens in (1, 9, 60, 300):
         x = torch.randn(tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-        assert moe.moe(x, *layer.arguments(routing(shape, tokens, x.device))).isfinite().all(), tokens
+        assert moe.moe(x, *layer.arguments(random_routing(tokens, shape.experts, shape.top_k))).isfinite().all(), tokens
 
 
 if __name__ == "__main__":

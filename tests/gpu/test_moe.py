@@ -13,9 +13,10 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_moe_checks import ALL, Checks
-from gpu_moe_layers import MUL1, random_layer, random_routing
+from gpu_moe_layers import MUL1, random_layer
 
 from vllm_exl3.cuda import moe
+from vllm_exl3.cuda.moe_timing import random_routing
 
 
 @pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)

@@ -14,9 +14,10 @@ if torch.cuda.device_count() < 2:
     pytest.skip(f"needs two CUDA GPUs, found {torch.cuda.device_count()}", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from gpu_moe_layers import MUL1, random_layer, random_routing
+from gpu_moe_layers import MUL1, random_layer
 
 from vllm_exl3.cuda import linear, moe, runtime
+from vllm_exl3.cuda.moe_timing import random_routing
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import Shard, pack_shards

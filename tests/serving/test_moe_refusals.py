@@ -120,23 +120,19 @@ def spoil(value: float) -> Fault:
     return change
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
-def test_useless_scales_name_their_expert(tmp_path: Path, value: float) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        *((spoil(value), r"expert 2 .*experts\.2\.up_proj\.suh") for value in (math.nan, math.inf, 0.0)),
+        *((drop(name), rf"no data for .*experts\.{name}") for name in ("1.gate_proj.trellis", "2.down_proj.suh")),
+    ],
+)
+def test_useless_scales_and_tensors_that_never_come_are_named(tmp_path: Path, fault: Fault, message: str) -> None:
     layer = random_layer(3, 128, 128)
     tensors = stored(layer)
     module = build(open_pack(tmp_path, tensors), layer)
-    spoil(value)(tensors)
-    with pytest.raises(Exl3PackError, match=r"expert 2 .*experts\.2\.up_proj\.suh"):
-        load(module, tensors)
-
-
-@pytest.mark.parametrize("missing", ["1.gate_proj.trellis", "2.down_proj.suh"])
-def test_tensors_that_never_come_are_named(tmp_path: Path, missing: str) -> None:
-    layer = random_layer(3, 128, 128)
-    tensors = stored(layer)
-    module = build(open_pack(tmp_path, tensors), layer)
-    drop(missing)(tensors)
-    with pytest.raises(Exl3PackError, match=rf"no data for .*experts\.{missing}"):
+    fault(tensors)
+    with pytest.raises(Exl3PackError, match=message):
         load(module, tensors)
 
 

@@ -57,21 +57,10 @@ def compare_experts(device: "torch.device") -> str:
 
 def _projections(half_bits: tuple[int, int, int], codebook: int) -> "list[list[Projection]]":
     """Gate, up and down of every expert; their bits take turns, so that experts differ."""
-    from vllm_exl3.ops.experts import Projection
+    from vllm_exl3.tools.expert_layout import lay_out_experts
 
-    ends = {"w13": [0, 0, 0], "w2": [0, 0, 0]}
-    experts = []
-    for expert in range(_EXPERTS):
-        row = []
-        for index in range(3):
-            down = index == 2
-            end = ends["w2" if down else "w13"]
-            sizes = (_INTERMEDIATE, _HIDDEN) if down else (_HIDDEN, _INTERMEDIATE)
-            part = Projection(*end, -1, half_bits[(expert + index) % 3], codebook, *sizes)
-            row.append(part)
-            end[:] = [place + size for place, size in zip(end, (part.trellis_words, *sizes), strict=True)]
-        experts.append(row)
-    return experts
+    kinds = [(half_bits[(expert + index) % 3] / 2, codebook) for expert in range(_EXPERTS) for index in range(3)]
+    return lay_out_experts(_EXPERTS, _HIDDEN, _INTERMEDIATE, kinds)[0]
 
 
 def _weights(experts: "list[list[Projection]]", generator: "torch.Generator") -> "list[torch.Tensor | None]":

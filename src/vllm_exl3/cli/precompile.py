@@ -34,6 +34,7 @@ def precompile(
     from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
     from vllm_exl3.cuda.runtime import build, cache_folder
     from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_codes, typical_limits
+    from vllm_exl3.pack.pack import Pack
 
     if pack is None and revision is not None:
         raise typer.BadParameter(f"{revision}: of which pack? Name it before the options", param_hint="--revision")
@@ -56,8 +57,8 @@ def precompile(
         rows = list(every_instance())
     else:
         say_unused(pack, revision)
-        linears, experts = pack_codes(pack, revision), expert_codes(pack, revision)
-        rows = pack_instances(pack, revision)
+        opened = Pack.open(pack, revision)
+        linears, experts, rows = pack_codes(opened), expert_codes(opened), pack_instances(opened)
     for limits in gpus:
         started = time.perf_counter()
         wanted = [*instances_for(linears, limits), *expert_instances(experts, limits), *rows]

@@ -67,11 +67,10 @@ def every_instance() -> Iterator[Instance]:
         yield from (_instance(kind, bits) for bits in range(1, 9))
 
 
-def pack_instances(pack: str, revision: str | None = None) -> list[Instance]:
+def pack_instances(pack: Pack) -> list[Instance]:
     """The kernels that a pack's embeddings and n-gram tables use, from its headers."""
-    opened = Pack.open(pack, revision)
-    found = [_instance(_NGRAM, table.bits) for table in opened.ngram_tables.values()]
-    for table in opened.embeddings.values():
+    found = [_instance(_NGRAM, table.bits) for table in pack.ngram_tables.values()]
+    for table in pack.embeddings.values():
         if isinstance(table, StoredRowTable):
             found.append(_instance(_CODED, table.bits))
         else:  # the header of an int4 table does not tell an odd width from the next even one

@@ -6,21 +6,20 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe import instances
 from vllm_exl3.cuda.moe_geometry import Layer
-from vllm_exl3.cuda.survey import Codes
+from vllm_exl3.cuda.survey import Codes, codes_of
+from vllm_exl3.pack.pack import Pack
 
 __all__ = ["expert_codes", "expert_instances"]
 
 
-def expert_codes(pack: str, revision: str | None = None) -> list[Codes]:
+def expert_codes(pack: Pack) -> list[Codes]:
     """The (half_bits, codebook) that occur together in some MoE layer of a pack, from its headers."""
-    from vllm_exl3.pack.pack import Pack
-
-    opened = Pack.open(pack, revision)
-    found = set()
-    for group in opened.experts.values():
-        linears = [opened.linears[key] for members in group.members.values() for key in members.values()]
-        found.add(tuple(sorted({(linear.half_bits, int(linear.codebook)) for linear in linears})))
-    return sorted(found)
+    return sorted(
+        {
+            codes_of(pack.linears[key] for members in group.members.values() for key in members.values())
+            for group in pack.experts.values()
+        }
+    )
 
 
 def expert_instances(codes: Iterable[Codes], limits: GpuLimits) -> list[Instance]:

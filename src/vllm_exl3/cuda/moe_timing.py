@@ -12,7 +12,7 @@ from vllm_exl3.cuda.timing import copy_bandwidth, issued_weights, replayed
 from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.tools.expert_layout import lay_out_experts
 
-__all__ = ["ExpertShape", "RandomExperts", "random_experts", "routing"]
+__all__ = ["ExpertShape", "RandomExperts", "copies_for", "random_experts", "random_routing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class RandomExperts:
         moe.prepare([key], torch.device("cuda", torch.cuda.current_device()))
 
     def us(self, tokens: int) -> float:
-        """Median microseconds of one block; calls of a graph differ in their routing, so that few tokens find their
-        experts in memory and not in the L2.
-        """
-        copies = max(2, min(24, 256 // tokens))
-        x = torch.randn(tokens, self.shape.hidden, device=self.table.device, dtype=torch.bfloat16)
-        calls = [self.arguments(routing(self.shape, tokens, x.device, seed)) for seed in range(copies)]
+        """Median microseconds of one block; calls of a graph differ in their routing."""
+        copies, shape = copies_for(tokens), self.shape
+        x = torch.randn(tokens, shape.hidden, device=self.table.device, dtype=torch.bfloat16)
+        calls = [
+            self.arguments(random_routing(tokens, shape.experts, shape.top_k, seed, x.device)) for seed in range(copies)
+        ]
         return replayed(lambda index: moe.moe(x, *calls[index]), copies)
 
     def limit_us(self, tokens: int) -> float:
@@ -96,10 +96,15 @@ def random_experts(shape: ExpertShape, kinds: Sequence[tuple[float, int]], devic
     return RandomExperts(shape, tuple(weights), table, projection_kinds(projections), nbytes)
 
 
-def routing(
-    shape: ExpertShape, tokens: int, device: torch.device | str, seed: int = 0
+def copies_for(tokens: int) -> int:
+    """Calls of a graph: so many that few tokens do not find their experts in the L2."""
+    return max(2, min(24, 256 // tokens))
+
+
+def random_routing(
+    tokens: int, experts: int, top_k: int, seed: int = 1, device: torch.device | str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A uniform routing: weights ``[tokens, top_k]`` that sum to one, and as many different experts."""
     generator = torch.Generator(device).manual_seed(seed)
-    scores = torch.rand((tokens, shape.experts), generator=generator, device=device).topk(shape.top_k)
+    scores = torch.rand((tokens, experts), generator=generator, device=device).topk(top_k)
     return scores.values / scores.values.sum(dim=1, keepdim=True), scores.indices.int()

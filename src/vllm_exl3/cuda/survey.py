@@ -8,10 +8,11 @@ from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
 from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
 from vllm_exl3.pack.stored import Codebook, StoredLinear
 
-__all__ = ["Codes", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
+__all__ = ["Codes", "codes_of", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
 
 Codes = tuple[tuple[int, int], ...]
 """(half_bits, codebook) of the shards of a fused layer, sorted, each once."""
@@ -56,29 +57,25 @@ def every_kind() -> list[tuple[int, int]]:
     ]
 
 
-def pack_codes(pack: str, revision: str | None = None) -> list[Codes]:
+def pack_codes(pack: Pack) -> list[Codes]:
     """What the layers of a pack need, from its headers: each linear by itself, and those that vLLM may fuse.
 
     Routed experts are left out, since they have kernels of their own.
     """
-    from vllm_exl3.pack.pack import Pack
-
-    opened = Pack.open(pack, revision)
-    routed = {
-        key for group in opened.experts.values() for members in group.members.values() for key in members.values()
-    }
-    linears = {key: linear for key, linear in opened.linears.items() if key not in routed}
-    found = {_codes([linear]) for linear in linears.values()}
+    routed = {key for group in pack.experts.values() for members in group.members.values() for key in members.values()}
+    linears = {key: linear for key, linear in pack.linears.items() if key not in routed}
+    found = {codes_of([linear]) for linear in linears.values()}
     fused = {names for spellings in SPLITS.values() for names in spellings}
     for parent in {key.rpartition(".")[0] for key in linears}:
         here = [names for names in fused if all(f"{parent}.{name}" in linears for name in names)]
         for names in here:
             if not any(set(names) < set(others) for others in here):
-                found.add(_codes([linears[f"{parent}.{name}"] for name in names]))
+                found.add(codes_of([linears[f"{parent}.{name}"] for name in names]))
     return sorted(found)
 
 
-def _codes(linears: Iterable[StoredLinear]) -> Codes:
+def codes_of(linears: Iterable[StoredLinear]) -> Codes:
+    """The (half_bits, codebook) of linears, sorted, each once."""
     return tuple(sorted({(linear.half_bits, int(linear.codebook)) for linear in linears}))
 
 
