@@ -1,12 +1,14 @@
 """Builds kernels of this package for the host: inline PTX becomes calls of the functions in host/ptx.h."""
 
+import ctypes
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_exl3.cuda.compiler import kernel_sources
 
-__all__ = ["build"]
+__all__ = ["HostKernels", "build"]
 
 HOST = Path(__file__).parent / "host"
 
@@ -36,13 +38,34 @@ def translated(source: str) -> str:
     return ASM.sub(call, source)
 
 
-def build(program: str, folder: Path) -> Path:
-    """Compile ``host/<program>.cpp`` with the package's kernels; gives the shared library."""
+class HostKernels:
+    """A library of kernels; its functions raise what stopped a kernel, where a crash would end all tests."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._failure = self._library.host_failure
+        self._failure.restype = ctypes.c_char_p
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = getattr(self._library, name)
+
+        def call(*arguments: object) -> int:
+            result: int = function(*arguments)
+            if why := self._failure():
+                raise AssertionError(f"{name}, or what this library ran before: {why.decode()}")
+            return result
+
+        return call
+
+
+def build(program: str, folder: Path) -> HostKernels:
+    """Compile ``host/<program>.cpp`` with the package's kernels."""
     for name, text in kernel_sources().items():
         (folder / name).write_text(translated(text), encoding="utf-8")
     for file in HOST.iterdir():  # in the place of headers that have no counterpart instruction by instruction, too
         (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     library = folder / f"{program}.so"
-    options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC"]
+    # A process has a unique symbol once, so that all libraries would share what inline variables hold.
+    options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC", "-fno-gnu-unique"]
     subprocess.run(["g++", *options, str(folder / f"{program}.cpp"), "-o", str(library)], check=True)
-    return library
+    return HostKernels(library)

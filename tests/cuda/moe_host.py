@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import torch
 
+from tests.cuda.host_kernels import HostKernels
 from tests.ops.moe_layers import MoELayer
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
@@ -85,7 +86,7 @@ def arguments_of(memory: Memory, layer: MoELayer, plan: MoePlan, table: torch.Te
     return args
 
 
-def launch_alone(library: ctypes.CDLL, args: MoeArgs, plan: MoePlan, *instances: Instance) -> None:
+def launch_alone(library: HostKernels, args: MoeArgs, plan: MoePlan, *instances: Instance) -> None:
     """Run the first of a plan's launches of each of these kernels."""
     for instance in instances:
         launch = next(launch for launch in plan.launches if launch.instance == instance)
@@ -93,7 +94,7 @@ def launch_alone(library: ctypes.CDLL, args: MoeArgs, plan: MoePlan, *instances:
 
 
 def run(
-    library: ctypes.CDLL,
+    library: HostKernels,
     layer: MoELayer,
     x: torch.Tensor,
     route: tuple[torch.Tensor, torch.Tensor],

@@ -12,6 +12,7 @@ import torch
 
 from tests.attention.cases import Case, build, error
 from tests.cuda import host_kernels
+from tests.cuda.host_kernels import HostKernels
 from vllm_exl3.attention import native
 from vllm_exl3.attention.launch import Problem
 from vllm_exl3.attention.native_cut import NativeCut, cut_of
@@ -37,11 +38,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(host_kernels.build("kv", tmp_path_factory.mktemp("kv"))))
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return host_kernels.build("kv", tmp_path_factory.mktemp("kv"))
 
 
-def run(kernels: ctypes.CDLL, kernel: int, chunk: int, problem: Problem, cut: NativeCut, segments: int) -> None:
+def run(kernels: HostKernels, kernel: int, chunk: int, problem: Problem, cut: NativeCut, segments: int) -> None:
     """Both launches, with scratch full of NaN."""
     assert chunk in (native.chunk_of(problem.cache), 8)
     max_query = int((problem.starts[1:] - problem.starts[:-1]).max())
@@ -53,7 +54,7 @@ def run(kernels: ctypes.CDLL, kernel: int, chunk: int, problem: Problem, cut: Na
 
 
 @pytest.mark.parametrize(("kernel", "rows", "chunk", "case"), CASES, ids=str)
-def test_decoding(kernels: ctypes.CDLL, kernel: int, rows: int, chunk: int, case: Case) -> None:
+def test_decoding(kernels: HostKernels, kernel: int, rows: int, chunk: int, case: Case) -> None:
     problem, expected = build(case, "cpu", torch.float32)
     cut = cut_of(problem.group, max(case.counts), case.head_size, (227 if STAGES[kernel] == 3 else 99) << 10)
     assert (cut.rows, cut.stages) == (rows, STAGES[kernel])
@@ -63,7 +64,7 @@ def test_decoding(kernels: ctypes.CDLL, kernel: int, rows: int, chunk: int, case
         assert error(problem.output[: expected.shape[0]], expected) <= 1e-3
 
 
-def test_bits_of_a_token_depend_on_it_alone(kernels: ctypes.CDLL) -> None:
+def test_bits_of_a_token_depend_on_it_alone(kernels: HostKernels) -> None:
     """In batches that are cut so: not on other requests, the longest query, or the drafts beside it."""
     case = dataclasses.replace(PLAIN, lengths=(66, 200, 9), counts=(3, 5, 1), window=150, sinks=True)
     problem, expected = build(case, "cpu", torch.float32)

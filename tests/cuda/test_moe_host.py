@@ -4,7 +4,6 @@ Barriers, bulk copies, tensor-core instructions and shared memory's limits are t
 what is in flight when, only a GPU shows (tests/gpu).
 """
 
-import ctypes
 import math
 import shutil
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cuda.host_kernels import HostKernels
 from tests.cuda.moe_host import (
     H200,
     IDENTITY,
@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_equal_the_oracle(moe_library: ctypes.CDLL, name: str) -> None:
+def test_layers_equal_the_oracle(moe_library: HostKernels, name: str) -> None:
     form, experts, hidden, intermediate, kinds, tokens, top_k, options = CASES[name]
     layer = random_layer(experts, hidden, intermediate, kinds, **options)
     x = torch.randn((tokens, hidden), generator=torch.Generator().manual_seed(2))
@@ -86,7 +86,7 @@ def test_layers_equal_the_oracle(moe_library: ctypes.CDLL, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("hidden", "tokens"), [(200, 40), (132, 9), (128, 600)])
-def test_16_bit_inputs(moe_library: ctypes.CDLL, dtype: torch.dtype, hidden: int, tokens: int) -> None:
+def test_16_bit_inputs(moe_library: HostKernels, dtype: torch.dtype, hidden: int, tokens: int) -> None:
     """Aligned vectors with padding and without, single elements, and more chunks than a block knows at once."""
     layer = random_layer(2, hidden, 128, UNIFORM)
     x = torch.randn((tokens, hidden), generator=torch.Generator().manual_seed(11)).to(dtype)
@@ -102,7 +102,7 @@ def test_16_bit_inputs(moe_library: ctypes.CDLL, dtype: torch.dtype, hidden: int
     ids=str,
 )
 def test_inputs_of_sixteen_bits_give_what_the_same_numbers_give(
-    moe_library: ctypes.CDLL, form: MoeForm, hidden: int, dtype: torch.dtype
+    moe_library: HostKernels, form: MoeForm, hidden: int, dtype: torch.dtype
 ) -> None:
     """Also where a warp has two rounds, and where rows begin at addresses that cannot be read by fours."""
     layer = random_layer(2, hidden, 128, UNIFORM)
@@ -112,7 +112,7 @@ def test_inputs_of_sixteen_bits_give_what_the_same_numbers_give(
 
 
 @pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
-def test_shared_input_scales_and_router_weights_on_the_input(moe_library: ctypes.CDLL, form: MoeForm) -> None:
+def test_shared_input_scales_and_router_weights_on_the_input(moe_library: HostKernels, form: MoeForm) -> None:
     layer = random_layer(2, 256, 128, UNIFORM)
     suh, table = layer.tensors["w13_suh"], pack_table(layer.projections)
     for gate, up, _ in layer.projections:
@@ -127,7 +127,7 @@ def test_shared_input_scales_and_router_weights_on_the_input(moe_library: ctypes
 
 
 @pytest.mark.parametrize("form", [IDENTITY, THIN, WIDE, WIDER, WIDEST], ids=lambda form: form.name)
-def test_a_row_does_not_depend_on_its_batch(moe_library: ctypes.CDLL, form: MoeForm) -> None:
+def test_a_row_does_not_depend_on_its_batch(moe_library: HostKernels, form: MoeForm) -> None:
     layer = random_layer(2, 128, 128, UNIFORM)
     x = torch.randn((7, 128), generator=torch.Generator().manual_seed(5))
     weights, ids = random_routing(7, 2, 1)
@@ -138,7 +138,7 @@ def test_a_row_does_not_depend_on_its_batch(moe_library: ctypes.CDLL, form: MoeF
 
 
 @pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
-def test_shares_of_two_ranks_add_up(moe_library: ctypes.CDLL, form: MoeForm) -> None:
+def test_shares_of_two_ranks_add_up(moe_library: HostKernels, form: MoeForm) -> None:
     layer = random_layer(4, 128, 128, UNIFORM)
     x = torch.randn((6, 128), generator=torch.Generator().manual_seed(8))
     weights, ids = random_routing(6, 4, 2)
@@ -156,7 +156,7 @@ def test_shares_of_two_ranks_add_up(moe_library: ctypes.CDLL, form: MoeForm) -> 
     ("form", "options"), [(IDENTITY, RELU2), (WIDE, RELU2), (WIDE, {})], ids=["identity", "wide", "eights"]
 )
 def test_rows_of_any_magnitude_keep_to_themselves(
-    moe_library: ctypes.CDLL, form: MoeForm, options: dict[str, Any], magnitude: float
+    moe_library: HostKernels, form: MoeForm, options: dict[str, Any], magnitude: float
 ) -> None:
     """The last is the transform of SwiGLU's hidden rows, eight at a time."""
     layer = random_layer(2, 256, 128, UNIFORM, **options)
@@ -174,7 +174,7 @@ def test_rows_of_any_magnitude_keep_to_themselves(
     assert torch.equal(spoiled[[0, 3, 4]], found[[0, 3, 4]])
 
 
-def test_sums_that_all_conspire_do_not_overflow(moe_library: ctypes.CDLL) -> None:
+def test_sums_that_all_conspire_do_not_overflow(moe_library: HostKernels) -> None:
     """Weights near the codebook's largest, with the rotated input's very signs; sums are fp16 between the kernels."""
     channels = np.arange(128)
     bits = [channels >> i & 1 for i in range(7)]
@@ -193,7 +193,7 @@ def test_sums_that_all_conspire_do_not_overflow(moe_library: ctypes.CDLL) -> Non
     assert error(run(moe_library, layer, x, route, WIDE), layer.oracle(x, *route)) < bound(WIDE)
 
 
-def test_neither_the_fat_threshold_nor_shared_scales_change_a_bit(moe_library: ctypes.CDLL) -> None:
+def test_neither_the_fat_threshold_nor_shared_scales_change_a_bit(moe_library: HostKernels) -> None:
     """Two row blocks of 40 and 30 rows, or three of up to 24, and a thin expert; one transformed input or two."""
     layer = random_layer(2, 128, 128, UNIFORM)
     suh, table = layer.tensors["w13_suh"], pack_table(layer.projections)
@@ -216,7 +216,7 @@ def test_neither_the_fat_threshold_nor_shared_scales_change_a_bit(moe_library: c
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("form", [IDENTITY, WIDE], ids=lambda form: form.name)
-def test_every_activation(moe_library: ctypes.CDLL, form: MoeForm, name: str) -> None:
+def test_every_activation(moe_library: HostKernels, form: MoeForm, name: str) -> None:
     numbers, gated = (1.3, 0.4, 0.8), ACTIVATIONS[name].gated
 
     def function(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -230,7 +230,7 @@ def test_every_activation(moe_library: ctypes.CDLL, form: MoeForm, name: str) ->
 
 
 @pytest.mark.parametrize("top_k", [1, 6, 64, 70])
-def test_the_sum_of_choices(moe_library: ctypes.CDLL, top_k: int) -> None:
+def test_the_sum_of_choices(moe_library: HostKernels, top_k: int) -> None:
     """Also of more than are read together, and of slots that are elsewhere, whose rows are whatever lies there."""
     layer, tokens = random_layer(3, 200, 128, UNIFORM), 2
     shape = Layer(tuple((p, 8, Codebook.MUL1) for p in range(3)), 3, 3, top_k, 200, 128)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cuda.host_kernels import HostKernels
 from tests.cuda.moe_host import H200, IDENTITY, MIXED, NUMBERS, UNIFORM, WIDE, Memory, arguments_of, launch_alone, read
 from tests.ops.moe_layers import random_layer, random_routing
 from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a hos
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 10), (17, 7), (43, 3), (128, 1)])
-def test_slots_by_row_blocks_where_they_are_few_or_many(moe_library: ctypes.CDLL, tokens: int, top_k: int) -> None:
+def test_slots_by_row_blocks_where_they_are_few_or_many(moe_library: HostKernels, tokens: int, top_k: int) -> None:
     """Both ways of sorting give experts in order, each expert's slots in order, in as few row blocks as fit."""
     experts, top_most = 11, 4
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
@@ -42,7 +43,7 @@ def test_slots_by_row_blocks_where_they_are_few_or_many(moe_library: ctypes.CDLL
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 40])
-def test_work_is_sorted_by_kind(moe_library: ctypes.CDLL, tokens: int) -> None:
+def test_work_is_sorted_by_kind(moe_library: HostKernels, tokens: int) -> None:
     """Every row block comes with every projection of a stage, once; kinds of more bits come first."""
     layer = random_layer(5, 128, 128, MIXED)
     kinds, ids = projection_kinds(layer.projections), random_routing(tokens, 5, 3)[1]
@@ -63,7 +64,7 @@ def test_work_is_sorted_by_kind(moe_library: ctypes.CDLL, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [90, 700, 1500])
-def test_slots_are_sorted_by_one_block_or_several(moe_library: ctypes.CDLL, tokens: int) -> None:
+def test_slots_are_sorted_by_one_block_or_several(moe_library: HostKernels, tokens: int) -> None:
     experts, top_k = 7, 3
     ids = torch.randint(-1, experts, (tokens, top_k), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
     ids[ids == 5] = 0  # an expert without rows

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cuda.host_kernels import build
+from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearPlan
 from vllm_exl3.cuda.narrow import MANY, inverse_of, plan_narrow
@@ -100,8 +100,8 @@ QUICK = ("one token, equal parts", "kinds, cut anywhere", "decoded, 8 tokens", "
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build("narrow", tmp_path_factory.mktemp("narrow"))))
+def library(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return build("narrow", tmp_path_factory.mktemp("narrow"))
 
 
 def _layer(case: Case) -> tuple[tuple[Shard, ...], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
@@ -123,7 +123,7 @@ def _layer(case: Case) -> tuple[tuple[Shard, ...], list[tuple[torch.Tensor, torc
 
 
 def _run(
-    library: ctypes.CDLL, case: Case, x: torch.Tensor, stale: np.ndarray | None = None, at_once: bool = False
+    library: HostKernels, case: Case, x: torch.Tensor, stale: np.ndarray | None = None, at_once: bool = False
 ) -> torch.Tensor:
     """Results of a launch; ``stale`` are words that scratch may hold before, else 1, that of a taken share."""
     shards, tensors = _layer(case)
@@ -155,7 +155,7 @@ def _run(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
-def test_against_float64(library: ctypes.CDLL, name: str) -> None:
+def test_against_float64(library: HostKernels, name: str) -> None:
     case = CASES[name]
     x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(case.rows)).to(case.dtype)
     found = _run(library, case, x)
@@ -173,7 +173,7 @@ def test_against_float64(library: ctypes.CDLL, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("one token, equal parts", "kinds, cut anywhere", "decoded, 16 tokens"))
-def test_what_scratch_held_before_says_nothing(library: ctypes.CDLL, name: str) -> None:
+def test_what_scratch_held_before_says_nothing(library: HostKernels, name: str) -> None:
     """Words of another launch or of anybody else, among them those that mean something: turns, missing sums, NaN."""
     case = CASES[name]
     x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(2)).to(case.dtype)
@@ -191,7 +191,7 @@ def test_what_scratch_held_before_says_nothing(library: ctypes.CDLL, name: str) 
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("kinds, cut anywhere", "decoded, 16 tokens")),
     ),
 )
-def test_blocks_at_once_and_in_turn_give_the_same(library: ctypes.CDLL, name: str) -> None:
+def test_blocks_at_once_and_in_turn_give_the_same(library: HostKernels, name: str) -> None:
     """At once they wait for each other's sums and share what ends a strip; in turn the last one does it all."""
     case = CASES[name]
     x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(4)).to(case.dtype)
@@ -201,7 +201,7 @@ def test_blocks_at_once_and_in_turn_give_the_same(library: ctypes.CDLL, name: st
 
 
 @pytest.mark.parametrize("name", ("four tokens, two columns a warp", "decoded, 8 tokens"))
-def test_a_row_of_nan_is_not_waited_for(library: ctypes.CDLL, name: str) -> None:
+def test_a_row_of_nan_is_not_waited_for(library: HostKernels, name: str) -> None:
     """Sums that have not arrived are NaN as well, of a kind that no arithmetic makes."""
     case = CASES[name]
     x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(1)).to(case.dtype)
@@ -220,7 +220,7 @@ MULTIPLIERS, ADDENDS = {2: 0x83DCD12D, 1: 0xCBAC1FED, 0: 89226354}, {2: 0, 1: 0,
 @pytest.mark.parametrize("half_bits", (*range(2, 17, 2), 3, 5, 7))
 @pytest.mark.parametrize("codebook", MULTIPLIERS)
 @pytest.mark.parametrize("decoded", (0, 1))
-def test_product_words_of_every_kind(library: ctypes.CDLL, half_bits: int, codebook: int, decoded: int) -> None:
+def test_product_words_of_every_kind(library: HostKernels, half_bits: int, codebook: int, decoded: int) -> None:
     tiles = np.random.default_rng(half_bits).integers(0, 1 << 16, (20, 8 * half_bits), dtype=np.uint16)
     found = np.zeros((20, 256), np.uint32)
     for tile, words in zip(tiles, found, strict=True):
@@ -247,7 +247,7 @@ def _run_division(function: Callable[..., None], n: np.ndarray, d: np.ndarray) -
     return found
 
 
-def test_quotients_of_anything_a_launch_divides(library: ctypes.CDLL) -> None:
+def test_quotients_of_anything_a_launch_divides(library: HostKernels) -> None:
     """Also with reciprocals one unit off, as the GPU's may be."""
     divisors = np.concatenate([np.arange(1, 2000), np.random.default_rng(1).integers(2000, 1 << 21, 2000)])
     n, d = _around_multiples(divisors, np.full_like(divisors, (1 << 21) - 1))
@@ -257,7 +257,7 @@ def test_quotients_of_anything_a_launch_divides(library: ctypes.CDLL) -> None:
         np.testing.assert_array_equal(((n.astype(np.float32) + np.float32(0.5)) * inverse).astype(np.uint32), n // d)
 
 
-def test_divisions_by_inverses_that_the_host_made(library: ctypes.CDLL) -> None:
+def test_divisions_by_inverses_that_the_host_made(library: HostKernels) -> None:
     divisors = np.arange(1, 3000)
     n, d = _around_multiples(divisors, ((1 << 31) - 1) // divisors - 1)
     n = np.minimum(n, (1 << 31) - 1)  # what is doubled has 32 bits

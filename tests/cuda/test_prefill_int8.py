@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cuda.host_kernels import build
+from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda import prefill_int8, prefill_plan
 from vllm_exl3.cuda.compiler import compile_instance, compiler_unavailable
 from vllm_exl3.cuda.geometry import GpuLimits
@@ -153,8 +153,8 @@ def test_the_report_says_what_is_served() -> None:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build("prefill_int8", tmp_path_factory.mktemp("prefill_int8"))))
+def library(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return build("prefill_int8", tmp_path_factory.mktemp("prefill_int8"))
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -165,7 +165,7 @@ def _aligned(size: int) -> np.ndarray:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 @pytest.mark.parametrize(("rows", "half_bits", "ranges"), [(250, 5, None), (3, 6, 5), (200, 6, 0)])
 def test_the_kernels_on_the_host(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int, half_bits: int, ranges: int | None
+    library: HostKernels, monkeypatch: pytest.MonkeyPatch, rows: int, half_bits: int, ranges: int | None
 ) -> None:
     shards = (Shard(8, 2, 384, 256, 0, 256), Shard(half_bits, 2, 384, 128, 20, 100))
     trellis, suh, svh = _weights(shards, rows)

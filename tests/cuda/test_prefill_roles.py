@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cuda.host_kernels import build
+from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda import prefill_plan
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_plan import PrefillArgs, plan_prefill
@@ -17,8 +17,8 @@ from vllm_exl3.ops.shards import Shard, pack_shards
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build("prefill", tmp_path_factory.mktemp("prefill_roles"))))
+def library(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return build("prefill", tmp_path_factory.mktemp("prefill_roles"))
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def _aligned(size: int) -> np.ndarray:
     ],
 )
 def test_the_kernels_on_the_host(
-    library: ctypes.CDLL,
+    library: HostKernels,
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     rows: int,

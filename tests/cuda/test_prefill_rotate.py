@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cuda.host_kernels import build
+from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_input import ROTATE, cut_rotated_rows
 from vllm_exl3.cuda.prefill_plan import PrefillArgs, plan_prefill
@@ -22,8 +22,8 @@ _RESIDENT = {8: 2, 16: 1}
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build("rotate", tmp_path_factory.mktemp("prefill_rotate"))))
+def library(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return build("rotate", tmp_path_factory.mktemp("prefill_rotate"))
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def _rows(rows: int, width: int, dtype: torch.dtype, signs: np.ndarray) -> torch
     return x.to(dtype)
 
 
-def _run(library: ctypes.CDLL, x: torch.Tensor, suh: np.ndarray, tokens: int, sharing: int) -> np.ndarray:
+def _run(library: HostKernels, x: torch.Tensor, suh: np.ndarray, tokens: int, sharing: int) -> np.ndarray:
     """A of every shard, ``[shards, rows, in_features]``, its scale undone."""
     shards, in_features = suh.shape
     rows, width = x.shape
@@ -90,7 +90,7 @@ def _run(library: ctypes.CDLL, x: torch.Tensor, suh: np.ndarray, tokens: int, sh
     [(21, 1280, 1208, 64, 1), (11, 768, 768, 256, 2), (13, 2048, 2048, 192, 4), (11, 2304, 2240, 64, 8)],
 )
 def test_rows_are_rotated(
-    library: ctypes.CDLL, dtype: torch.dtype, rows: int, in_features: int, width: int, tokens: int, sharing: int
+    library: HostKernels, dtype: torch.dtype, rows: int, in_features: int, width: int, tokens: int, sharing: int
 ) -> None:
     rng = np.random.default_rng(in_features)
     suh = (rng.uniform(0.2, 2, (2, in_features)) * rng.choice([-1, 1], (2, in_features))).astype(np.float16)
@@ -111,7 +111,7 @@ def test_rows_are_rotated(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 @pytest.mark.parametrize("least", [0.0, 6e-8, 1e-5, 2e-4])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_channels_with_next_to_no_scale_may_hold_anything(library: ctypes.CDLL, least: float, everywhere: bool) -> None:
+def test_channels_with_next_to_no_scale_may_hold_anything(library: HostKernels, least: float, everywhere: bool) -> None:
     """What 16 bits cannot hold once the row is scaled is multiplied by zero or next to it, here for whole lanes."""
     if everywhere and not least:
         pytest.skip("nothing is left of such rows")

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.cuda import host_kernels
+from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.pack.codec import decode_states
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.pack.tile import unpack_states
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a hos
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ctypes.CDLL(str(host_kernels.build("products", tmp_path_factory.mktemp("products"))))
+def library(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return build("products", tmp_path_factory.mktemp("products"))
 
 
 @pytest.mark.parametrize(("half_bits", "codebook"), KINDS)
-def test_products_of_every_state_add_up_to_the_weight(library: ctypes.CDLL, half_bits: int, codebook: Codebook) -> None:
+def test_products_of_every_state_add_up_to_the_weight(library: HostKernels, half_bits: int, codebook: Codebook) -> None:
     """mul1: k_inv times a word's bytes plus a constant; the others: its two halves."""
     tiles = np.random.default_rng(half_bits).integers(0, 1 << 16, (50, 8 * half_bits), dtype=np.uint16)
     words = np.zeros((50, 256), np.uint32)

@@ -25,7 +25,7 @@ extern "C" void run_kv(const KvDecodeArgs* args, int kernel, u32 blocks) {
         case 5: return decode<512, 1, 3, 16, false>(*args, blocks);
         case 6: return decode<512, 2, 2, 8, false>(*args, blocks);
     }
-    stop("no such kernel");
+    fail("no such kernel");
 }
 
 extern "C" void run_kv_merge(const KvMergeArgs* args, int size, u32 blocks) {
@@ -35,5 +35,5 @@ extern "C" void run_kv_merge(const KvMergeArgs* args, int size, u32 blocks) {
         case 256: return merge<256>(*args, blocks);
         case 512: return merge<512>(*args, blocks);
     }
-    stop("no such size");
+    fail("no such size");
 }

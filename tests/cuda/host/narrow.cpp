@@ -20,7 +20,7 @@ void with(int kernel, const F& function) {
         case 3: return function(Decoded<16>{});
         case 4: return function(Fast{});
         case 5: return function(Decoded<32>{});
-        default: stop("no such kernel");
+        default: return fail("no such kernel");
     }
 }
 
@@ -78,7 +78,7 @@ void words_of_any(const u32* tile, int half_bits, bool decoded, u32* out) {
         case 12: return words_of<CODEBOOK, 12>(tile, decoded, out);
         case 14: return words_of<CODEBOOK, 14>(tile, decoded, out);
         case 16: return words_of<CODEBOOK, 16>(tile, decoded, out);
-        default: stop("no such kind");
+        default: return fail("no such kind");
     }
 }
 

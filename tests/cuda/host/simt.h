@@ -1,10 +1,11 @@
 // Runs a kernel's thread blocks on the host, one after the other or all at once, each in a thread of the host's: a block's threads
 // are coroutines, and warp and block collectives are meeting points that switch to the next one. Enough of CUDA for this package's
-// kernels; slow, and exact about barriers: threads that wait for each other for ever stop the program.
+// kernels; slow, and exact about barriers: threads that wait for each other for ever stop the launch, and host_failure says why.
 #pragma once
 #include <ucontext.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -38,11 +39,20 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 constexpr int SHARED_BYTES = 1 << 18, STACK_BYTES = 1 << 17, MAX_THREADS = 1024;
 constexpr unsigned SHARED_BASE = 1024;  // shared addresses begin there, so that 0 is none
 alignas(1024) inline thread_local unsigned char memory[SHARED_BYTES];
-inline thread_local unsigned shared_limit = SHARED_BYTES;  // of the launch: accesses beyond it stop the program
+inline thread_local unsigned shared_limit = SHARED_BYTES;  // of the launch: accesses beyond it stop it
 
+// What went wrong first in this library; it runs nothing after that, since threads that were given up left their copies behind.
+inline std::atomic<const char*> failure{nullptr};
+extern "C" const char* host_failure() { return failure; }
+inline void fail(const char* why) {
+    const char* none = nullptr;
+    failure.compare_exchange_strong(none, why);
+}
+struct Stopped {};
+// Ends a kernel's thread, and with it the launch.
 [[noreturn]] inline void stop(const char* why) {
-    fprintf(stderr, "%s\n", why);
-    abort();
+    fail(why);
+    throw Stopped{};
 }
 inline unsigned char* shared_bytes(unsigned address, unsigned size) {
     if (address < SHARED_BASE || address - SHARED_BASE + size > shared_limit || address % std::min(size, 16u)) stop("shared memory access");
@@ -131,7 +141,10 @@ template <class A, class B> inline auto min(A a, B b) { return std::min<std::com
 inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return static_cast<const unsigned char*>(pointer) - memory + SHARED_BASE; }
 
 inline thread_local std::function<void()> kernel_body;
-inline void run_thread() { kernel_body(); threads[running].done = true; }
+inline void run_thread() {
+    try { kernel_body(); } catch (const Stopped&) {}
+    threads[running].done = true;
+}
 
 // Runs one block; its shared memory is poisoned before. Blocks that run at once may wait long for one that the host does not run just
 // now, which is given its turn; alone, a block's threads can only wait for each other.
@@ -151,12 +164,12 @@ inline void run_block(bool at_once) {
         makecontext(&threads[i].context, run_thread, 0);
     }
     unsigned left = threads_a_block;
-    for (long round = 0; left; ++round) {
+    for (long round = 0; left && !failure; ++round) {
         if (at_once) std::this_thread::yield();
         const bool too_long = at_once ? std::chrono::steady_clock::now() - begun > std::chrono::minutes(5) : round == 2000000;
-        if (too_long) stop("threads wait for each other");
+        if (too_long) fail("threads wait for each other");
         left = 0;
-        for (unsigned i = 0; i < threads_a_block; ++i)
+        for (unsigned i = 0; i < threads_a_block && !failure; ++i)
             if (!threads[i].done) {
                 running = i;
                 swapcontext(&scheduler, &threads[i].context);
@@ -169,7 +182,7 @@ inline void run_block(bool at_once) {
 inline void launch(unsigned grid_x, unsigned grid_y, unsigned block, unsigned shared, std::function<void()> body) {
     kernel_body = std::move(body), threads_a_block = block, blocks_x = grid_x, blocks_y = grid_y, shared_limit = shared;
     for (block_y = 0; block_y < grid_y; ++block_y)
-        for (block_x = 0; block_x < grid_x; ++block_x) run_block(false);
+        for (block_x = 0; block_x < grid_x && !failure; ++block_x) run_block(false);
 }
 
 // Runs a grid, all blocks at once.
