@@ -43,6 +43,7 @@ __all__ = [
     "VARIABLES",
     "Variable",
     "VariableError",
+    "batch_invariant",
     "user_cache",
     "validate",
 ]
@@ -277,10 +278,30 @@ def validate() -> None:
     """Read every variable once, so that a typo stops start-up rather than a half-loaded model.
 
     Raises:
-        VariableError: a variable is set to something it does not take.
+        VariableError: a variable is set to something it does not take, or two of them rule each other out.
     """
     for variable in VARIABLES:
         variable.get()
+    if not GROUPED_PREFILL.get():
+        _require_decode_path()
+
+
+def _require_decode_path() -> None:
+    """Raises VariableError where experts are left to the decode path alone, and another variable rules that out."""
+    caps = (NATIVE_MOE_MAX_ROWS, *NATIVE_MOE_MAX_ROWS_BY_BITS.values())
+    others = [f"{cap.name}=0" for cap in caps if cap.get() == 0]
+    if batch_invariant():
+        others.append("VLLM_BATCH_INVARIANT=1, which routed experts keep to by the grouped prefill")
+    if others:
+        raise VariableError(
+            f"{GROUPED_PREFILL.name}=0 leaves routed experts the decode path alone, which is ruled out by {others[0]}: "
+            "unset one of the two"
+        )
+
+
+def batch_invariant() -> bool:
+    """Whether vLLM was asked for results that do not depend on the batch (its own variable)."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0").strip().lower() in ("1", "true")
 
 
 def user_cache() -> Path:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from vllm_exl3 import env
 from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.compiler import ARCHITECTURES
-from vllm_exl3.cuda.dispatch import batch_invariant, choose_form, crossover, modelled, origin
+from vllm_exl3.cuda.dispatch import choose_form, crossover, modelled, origin
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.prefill import serves
 from vllm_exl3.cuda.runtime import architecture_of
@@ -99,7 +100,7 @@ def test_prefill_takes_over_once(architecture: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("value", "asked"), [("1", True), ("0", False), ("", False), ("true", True)])
 def test_batch_invariance_is_vllms_own_variable(value: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-    assert batch_invariant() is asked
+    assert env.batch_invariant() is asked
 
 
 def test_architectures_are_exact() -> None:

@@ -5,8 +5,11 @@ What the host runs is the device's source, thread by thread, against the same ar
 
 import ctypes
 import dataclasses
+import json
 import math
 import shutil
+from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +35,8 @@ GPU = GpuLimits("sm_90a", 5, 232448, ((2, 2),))
 """Few multiprocessors, so that thread blocks take several tiles and share the last ones."""
 
 H200 = typical_limits("sm_90a")
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/prefill-fast.json"
 
 
 def _weights(shards: tuple[Shard, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,6 +138,22 @@ def test_only_what_suits_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not prefill_int8.serves(shards, 4096, limits) and not prefill_int8.instances(shards, limits)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not prefill_int8.serves((good,), 4096, H200)
+
+
+def test_it_serves_where_it_was_measured_to_win() -> None:
+    """Not where the default mode is as fast, since that errs less."""
+    times = {
+        (row["kernel"], row["in"], row["out"], row["bits"], row["m"]): row["us"]
+        for row in json.loads(RESULTS.read_text())["rows"]
+        if row["kernel"] != "cublas_bf16"
+    }
+    gains = defaultdict(list)
+    for (kernel, *layer, rows), taken in times.items():
+        if kernel == "native_fast":
+            gains[rows].append(times["native", *layer, rows] / taken)
+    for rows, found in gains.items():
+        assert rows >= prefill_int8.LEAST_ROWS if min(found) > 1 else rows < prefill_int8.LEAST_ROWS
+    assert min(gains) < prefill_int8.LEAST_ROWS <= max(gains)
 
 
 def test_the_report_says_what_is_served() -> None:

@@ -217,6 +217,26 @@ def test_a_value_that_is_not_taken_stops_before_the_pack_is_opened(monkeypatch: 
         Exl3Config({}).maybe_update_config("/no/such/pack")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "stops"),
+    [
+        ("VLLM_EXL3_NATIVE_MOE_MAX_ROWS", "0", True),
+        ("VLLM_EXL3_NATIVE_MOE_MAX_ROWS_K3", "0", True),
+        ("VLLM_EXL3_NATIVE_MOE_MAX_ROWS", "8", False),
+        ("VLLM_BATCH_INVARIANT", "1", True),
+        ("VLLM_BATCH_INVARIANT", "0", False),
+    ],
+)
+def test_experts_without_either_path_stop_too(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, stops: bool
+) -> None:
+    monkeypatch.setenv(name, value)
+    env.validate()
+    monkeypatch.setenv("VLLM_EXL3_GROUPED_PREFILL", "0")
+    with pytest.raises(ValueError, match=f"GROUPED_PREFILL=0 .*{name}={value}") if stops else contextlib.nullcontext():
+        env.validate()
+
+
 @pytest.mark.parametrize("variable", FOLDERS, ids=lambda variable: variable.name)
 @pytest.mark.parametrize("value", ["{file}", "{file}/below", "~no-such-user/folder"])
 def test_a_folder_that_cannot_be_one_stops_too(

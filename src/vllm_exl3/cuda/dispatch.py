@@ -9,7 +9,6 @@ other rows. How the prefill kernel cuts k, and so the order of its sums, depends
 import functools
 import importlib.resources
 import json
-import os
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.geometry import Form
@@ -18,7 +17,6 @@ from vllm_exl3.pack.stored import Codebook
 __all__ = [
     "FAST_TOKENS",
     "Crossover",
-    "batch_invariant",
     "choose_form",
     "crossover",
     "modelled",
@@ -100,11 +98,6 @@ def prefill_from(architecture: str, *, fills: bool) -> int:
     """
     entry = _table().get(architecture)
     return int(str(entry["prefill_filled" if fills else "prefill"])) if entry else _MODELLED_PREFILL
-
-
-def batch_invariant() -> bool:
-    """Whether vLLM was asked for results that do not depend on the batch (its own variable)."""
-    return os.environ.get("VLLM_BATCH_INVARIANT", "0").strip().lower() in ("1", "true")
 
 
 def warpgroups(architecture: str) -> bool:

@@ -108,7 +108,7 @@ def _linear_group(
         x.shape[0],
         x.shape[1],
         device.limits,
-        (dispatch.batch_invariant(), env.PRECISION.get()),
+        (env.batch_invariant(), env.PRECISION.get()),
         form,
         cut,
         rotated,
@@ -165,7 +165,7 @@ def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form
     """The form that serves ``rows`` tokens where no prefill kernel does."""
     wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
     fast = wanted and prefill_int8.weights_refusal(shards) is None
-    one_class = dispatch.batch_invariant()
+    one_class = env.batch_invariant()
     form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
     many = form.wide and rows <= MANY.tile_rows and not one_class
     return MANY if many and serves_many(shards, rows, limits) else form

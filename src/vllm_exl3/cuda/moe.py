@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_exl3.cuda import dispatch, moe_dispatch, runtime
+from vllm_exl3 import env
+from vllm_exl3.cuda import moe_dispatch, runtime
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
@@ -68,7 +69,7 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
         swiglu=call.activation == "swiglu" and call.w13_bias is None,
     )
     device, filled = runtime.device(x.device.index), _arguments(call, x, out, ids, local)
-    choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=dispatch.batch_invariant())
+    choice = moe_dispatch.choose(layer, x.shape[0], device.limits, one_class=env.batch_invariant())
     if form is not None:
         choice = moe_dispatch.Choice(form, choice.window, form.tile_rows // 2)
     window = choice.window

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
@@ -58,12 +59,12 @@ def _cuts_evenly(strips: int, depth: int, multiprocessors: int) -> bool:
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
     """Whether the prefill kernel is the one for ``rows`` tokens of a fused linear."""
     first = _first_rows(shards, limits)
-    return first is not None and rows >= first and not dispatch.batch_invariant()
+    return first is not None and rows >= first and not env.batch_invariant()
 
 
 def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     """The kernels that `prefill` uses for a fused linear, for any number of tokens."""
-    if dispatch.batch_invariant() or _first_rows(shards, limits) is None:
+    if env.batch_invariant() or _first_rows(shards, limits) is None:
         return []
     tiles = TILES if limits.warpgroups else MMA_TILES
     plans = [plan_prefill(shards, tokens, shards[0].in_features, limits, tokens) for tokens in tiles]

@@ -8,7 +8,7 @@ several clusters have parts of a tile a last one adds them up.
 import torch
 
 from vllm_exl3 import env
-from vllm_exl3.cuda import dispatch, runtime
+from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill import prefill
@@ -20,13 +20,14 @@ from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["LEAST_ROWS", "instances", "plan", "prefill_int8", "refusal", "serves", "weights_refusal"]
 
-LEAST_ROWS = 128
-"""Tokens from which on the kernel serves; fewer leave the tensor cores waiting for weights to be decoded."""
+LEAST_ROWS = 129
+"""Tokens from which on the kernel serves. Fewer leave the tensor cores waiting for weights to be decoded: at 128 the
+default mode, which has a kernel for so many, is as fast on an H200 (benchmarks/results/h200/prefill-fast.json)."""
 
 
 def weights_refusal(shards: tuple[Shard, ...]) -> str | None:
     """Why no kernel of fast mode, for few tokens or many, serves these weights, or None."""
-    if dispatch.batch_invariant():
+    if env.batch_invariant():
         return "VLLM_BATCH_INVARIANT leaves one arithmetic for every number of tokens"
     if any(shard.codebook != Codebook.MUL1 for shard in shards):
         return "only mul1 weights are affine in an integer"
