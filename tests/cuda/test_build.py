@@ -1,6 +1,11 @@
 """Building kernels: what is compiled once, what is said meanwhile, and what decides that a cached one fits."""
 
+import contextlib
+import itertools
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,7 @@ import pytest
 from vllm_exl3.cuda import compiler, runtime
 from vllm_exl3.cuda.cache import CubinCache
 from vllm_exl3.cuda.compiler import CompileError, Cubin, Instance, fingerprint
+from vllm_exl3.cuda.driver import Kernel
 
 INSTANCES = [Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", str(bits)),)) for bits in (4, 6, 8)]
 
@@ -40,6 +46,21 @@ def test_what_is_compiled_is_said_before_and_after_and_only_then(
         assert len(caplog.records) == 2 and len(asked) == 3
 
 
+def test_how_far_compiling_is_is_said_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 4.0)  # seconds: twice this is too soon
+    monkeypatch.setattr(runtime.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(runtime.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(runtime, "compile_instance", lambda instance, _: Cubin(b"code", ""))
+    kernels = [Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", str(n)),)) for n in range(2, 14)]
+    for compiled in (True, False):
+        said: list[str] = []
+        runtime.build(kernels, "sm_80", CubinCache(tmp_path), say=said.append)
+        between = [line for line in said if line.endswith("are ready")]
+        assert said == ([said[0], *between, said[-1]] if compiled else [])
+        if compiled:
+            assert 1 < len(between) < 12 and between[0] == "EXL3: 3 of 12 kernels for sm_80 are ready"
+
+
 def test_a_kernel_that_does_not_compile_stops_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,3 +89,81 @@ def test_a_cached_kernel_fits_its_sources_options_and_compiler_only(
         options = compiler._options
         monkeypatch.setattr(compiler, "_options", lambda architecture: (*options(architecture), "--fmad=true"))
     assert (fingerprint(INSTANCES[0], "sm_90a") == before) == (changed in ("nothing", "another kernel"))
+
+
+class _Driver:
+    """Stands in for torch's device functions and the loading of kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int]) -> None:
+        self.built: list[Instance] = []
+        properties = type(
+            "Properties", (), dict(zip(("major", "minor"), capability, strict=True))
+            | {"name": "GPU", "multi_processor_count": 132, "shared_memory_per_block_optin": 232448},
+        )()  # fmt: skip
+        monkeypatch.setenv("VLLM_EXL3_CACHE", str(tmp_path))
+        monkeypatch.setattr(runtime.torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(runtime.torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(runtime.torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(runtime.torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(runtime, "zeroed_memory", lambda _: 4096)
+        monkeypatch.setattr(runtime, "load_kernel", lambda *_: Kernel(None, None, 0, "kernel"))
+        monkeypatch.setattr(Kernel, "active_clusters", lambda *_: 66)
+        monkeypatch.setattr(runtime, "compile_instance", self._compile)
+        monkeypatch.setattr(runtime, "_devices", {})
+
+    def _compile(self, instance: Instance, architecture: str) -> Cubin:
+        self.built.append(instance)
+        time.sleep(0.05)  # for other threads to ask meanwhile
+        return Cubin(b"code", "")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_device_compiles_nothing_itself_that_is_not_named_to_be_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    driver = _Driver(monkeypatch, tmp_path, capability)
+    limits = runtime.device(0).limits
+    assert driver.built == runtime.own_instances(limits)
+    assert (limits.clusters != ()) == limits.dependent_launch == (capability >= (9, 0))
+
+
+def test_threads_that_ask_at_once_share_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver(monkeypatch, tmp_path, (9, 0))
+    barrier = threading.Barrier(4)
+
+    def ask(index: int) -> runtime.Device:
+        barrier.wait()
+        return runtime.device(index)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, second, third, other = pool.map(ask, (0, 0, 0, 1))
+    assert first is second is third is not other
+    assert len(driver.built) == 1  # the second device finds it in the cache
+
+
+def test_counters_are_a_streams_own_and_a_captured_launch_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _Driver(monkeypatch, tmp_path, (9, 0))
+    device = runtime.Device(0)
+    taken = {stream: device.counters(stream, 10) for stream in (1, 2)}
+    assert abs(taken[1] - taken[2]) >= 40 and device.counters(1, 7) == taken[1] and device.counters(2, 10) == taken[2]
+    monkeypatch.setattr(runtime.torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured = [device.counters(1, 10) for _ in range(3)]
+    assert len({*captured, *taken.values()}) == 5
+    monkeypatch.setattr(runtime.torch.cuda, "is_current_stream_capturing", lambda: False)
+    grown = device.counters(1, 11)
+    assert grown not in {*captured, *taken.values()} and device.counters(1, 10) == grown
+    with pytest.raises(RuntimeError, match="capture fewer batch sizes"):
+        device.counters(3, runtime._COUNTERS)
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _Driver(monkeypatch, tmp_path, (8, 0))
+    device = runtime.Device(0)
+    device.prepare(INSTANCES[:1])
+    monkeypatch.setattr(runtime.torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert device.kernel(INSTANCES[0])
+    with pytest.raises(RuntimeError, match="exl3_dequantize_6 was not prepared before a CUDA graph capture"):
+        device.kernel(INSTANCES[1])
+    assert driver.built == INSTANCES[:1]

@@ -73,7 +73,7 @@ def test_precompiling_takes_them_when_asked(monkeypatch: pytest.MonkeyPatch, tmp
 
     wanted: list[Instance] = []
     monkeypatch.setenv("VLLM_EXL3_CACHE", str(tmp_path))
-    monkeypatch.setattr(runtime, "build", lambda instances, architecture, cache: wanted.extend(instances))
+    monkeypatch.setattr(runtime, "build", lambda instances, architecture, cache, say: wanted.extend(instances))
     for options, some in (([], False), (["--int4-kv"], True)):
         wanted.clear()
         app = typer.Typer()

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from tests.conftest import DATA
-from vllm_exl3.cuda import linear, survey
-from vllm_exl3.cuda.compiler import ARCHITECTURES
+from vllm_exl3.cli import app
+from vllm_exl3.cuda import linear, runtime, survey
+from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import Codebook
@@ -50,3 +52,18 @@ def test_precompiling_knows_what_a_packs_layers_fuse(tmp_path: Path) -> None:
         opened = Pack.open(str(DATA / "packs" / pack))
         dense = {(item.half_bits, item.codebook) for key, item in opened.linears.items() if ".experts." not in key}
         assert {kind for codes in survey.pack_codes(Pack.open(str(DATA / "packs" / pack))) for kind in codes} == dense
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_a_device_itself_asks_for_is_compiled_ahead_too(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted: list[Instance] = []
+    monkeypatch.setenv("VLLM_EXL3_CACHE", str(tmp_path))
+    monkeypatch.setattr("vllm_exl3.cuda.compiler.compiler_unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "build", lambda instances, *_, **__: wanted.extend(instances))
+    result = CliRunner().invoke(app, ["precompile", "--arch", architecture])
+    assert result.exit_code == 0 and f"{len(wanted)} kernels ready" in result.output
+    limits = survey.typical_limits(architecture)
+    assert len(runtime.own_instances(limits)) == (limits.architecture not in ("sm_80", "sm_86", "sm_89"))
+    assert set(runtime.own_instances(limits)) <= set(wanted) and len(set(wanted)) == len(wanted)

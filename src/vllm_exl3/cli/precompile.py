@@ -32,7 +32,7 @@ def precompile(
     from vllm_exl3.cuda.compiler import compiler_unavailable
     from vllm_exl3.cuda.embedding import every_instance, pack_instances
     from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
-    from vllm_exl3.cuda.runtime import build, cache_folder
+    from vllm_exl3.cuda.runtime import build, cache_folder, own_instances
     from vllm_exl3.cuda.survey import every_kind, instances_for, local_gpus, pack_codes, typical_limits
     from vllm_exl3.pack.pack import Pack
 
@@ -61,8 +61,9 @@ def precompile(
         linears, experts, rows = pack_codes(opened), expert_codes(opened), pack_instances(opened)
     for limits in gpus:
         started = time.perf_counter()
-        wanted = [*instances_for(linears, limits), *expert_instances(experts, limits), *rows]
+        wanted = [*own_instances(limits), *instances_for(linears, limits), *expert_instances(experts, limits), *rows]
         wanted += native_cut.every_instance(limits.shared_memory) if int4_kv else []
-        build(wanted, limits.architecture, cache)
+        wanted = list(dict.fromkeys(wanted))
+        build(wanted, limits.architecture, cache, say=typer.echo)
         seconds = time.perf_counter() - started
         typer.echo(f"{limits.architecture}: {len(wanted)} kernels ready in {cache.folder} after {seconds:.1f} s")

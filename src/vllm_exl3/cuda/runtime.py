@@ -1,12 +1,11 @@
 """One device's kernels: compiled or taken from the cache, loaded once, handed out by instance."""
 
 import dataclasses
-import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,9 +18,12 @@ from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.wide import TRANSFORM
 
-__all__ = ["Device", "architecture_of", "build", "cache_folder", "current_stream", "device"]
+__all__ = ["Device", "architecture_of", "build", "cache_folder", "current_stream", "device", "own_instances"]
 
 logger = logging.getLogger("vllm.exl3")
+
+_SAID_EVERY = 10.0
+"""Seconds between lines on how far compiling is."""
 
 _COUNTERS = 1 << 20
 """Arrival counters of a device (4 MiB): shares of eager streams, then those of captured launches."""
@@ -39,8 +41,50 @@ def architecture_of(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
+class _Progress:
+    """Says that something is compiled, every few seconds how far that is, and what it took; of the cache's, nothing.
+
+    Args:
+        total: kernels that are asked for.
+        architecture: such as ``sm_90a``.
+        folder: where they are kept.
+        say: takes the lines.
+    """
+
+    def __init__(self, total: int, architecture: str, folder: Path, say: Callable[[str], object]) -> None:
+        self._total, self._architecture, self._folder, self._say = total, architecture, folder, say
+        self._lock = threading.Lock()
+        self._started = self._said = time.perf_counter()
+        self._begun, self._ready = False, 0
+
+    def begins(self) -> None:
+        """A kernel is about to be compiled."""
+        with self._lock:
+            if not self._begun:
+                self._begun, self._said = True, time.perf_counter()
+                self._say(f"EXL3: compiling kernels for {self._architecture}, to be kept in {self._folder}")
+
+    def ready(self) -> None:
+        """A kernel was compiled or found."""
+        with self._lock:
+            self._ready += 1
+            if self._begun and self._ready < self._total and time.perf_counter() - self._said >= _SAID_EVERY:
+                self._said = time.perf_counter()
+                self._say(f"EXL3: {self._ready} of {self._total} kernels for {self._architecture} are ready")
+
+    def ends(self, compiled: int) -> None:
+        """All kernels are there."""
+        if compiled:
+            seconds = time.perf_counter() - self._started
+            self._say(f"EXL3: compiled {compiled} of {self._total} kernels for {self._architecture} in {seconds:.1f} s")
+
+
 def build(
-    instances: Iterable[Instance], architecture: str, cache: CubinCache, *, progress: bool = True
+    instances: Iterable[Instance],
+    architecture: str,
+    cache: CubinCache,
+    *,
+    say: Callable[[str], object] = logger.info,
 ) -> dict[Instance, bytes]:
     """Cubins of all instances, compiled in parallel where the cache lacks them.
 
@@ -48,28 +92,33 @@ def build(
         instances: what to build; duplicates are built once.
         architecture: such as ``sm_90a``.
         cache: where cubins are looked up and stored.
-        progress: log that something is compiled, then how much and how long it took.
+        say: takes lines on what is compiled, how far that is and how long it took.
+
+    Raises:
+        CompileError: a kernel does not compile.
     """
     wanted = list(dict.fromkeys(instances))
-    started = time.perf_counter()
-    first = threading.Lock()  # taken by the first compilation, for good
+    progress = _Progress(len(wanted), architecture, cache.folder, say)
 
     def compiled_now(instance: Instance) -> bytes:
-        if progress and first.acquire(blocking=False):
-            logger.info("EXL3: compiling kernels for %s, to be kept in %s", architecture, cache.folder)
+        progress.begins()
         return compile_instance(instance, architecture).image
 
     def one(instance: Instance) -> tuple[bytes, bool]:
-        return cache.get(fingerprint(instance, architecture), instance.label, lambda: compiled_now(instance))
+        found = cache.get(fingerprint(instance, architecture), instance.label, lambda: compiled_now(instance))
+        progress.ready()
+        return found
 
     workers = max(1, min(len(wanted), len(os.sched_getaffinity(0))))
     with ThreadPoolExecutor(workers, thread_name_prefix="exl3-nvrtc") as pool:
         results = list(pool.map(one, wanted))
-    compiled = sum(not cached for _, cached in results)
-    if progress and compiled:
-        seconds = time.perf_counter() - started
-        logger.info("EXL3: compiled %d of %d kernels for %s in %.1f s", compiled, len(wanted), architecture, seconds)
+    progress.ends(sum(not cached for _, cached in results))
     return {instance: image for instance, (image, _) in zip(wanted, results, strict=True)}
+
+
+def own_instances(limits: GpuLimits) -> list[Instance]:
+    """The kernels that a `Device` itself needs: one whose clusters are counted, where there are any."""
+    return [TRANSFORM] if limits.dependent_launch else []
 
 
 class Device:
@@ -95,12 +144,11 @@ class Device:
         self._counters = 0
         self._counters_used = 0
         self._stream_counters: dict[int, tuple[int, int]] = {}
-        if self.limits.dependent_launch:
-            self._measure_clusters()
+        for instance in own_instances(self.limits):
+            self._measure_clusters(self.kernel(instance))
 
-    def _measure_clusters(self) -> None:
-        """Ask the driver how many clusters fit: their blocks must lie in one group of multiprocessors."""
-        kernel = self.kernel(TRANSFORM)
+    def _measure_clusters(self, kernel: Kernel) -> None:
+        """Ask the driver how many clusters of a kernel fit: their blocks must lie in one group of multiprocessors."""
         shared = self.limits.shared_memory - 4096  # so much that a multiprocessor holds one block
         with torch.cuda.device(self.index):
             clusters = tuple((blocks, kernel.active_clusters(blocks, 512, shared)) for blocks in (2, 4, 8))
@@ -158,10 +206,17 @@ class Device:
             return address
 
 
-@functools.cache
+_devices: dict[int, Device] = {}
+_making = threading.Lock()
+
+
 def device(index: int) -> Device:
-    """The `Device` of a CUDA device index, made once."""
-    return Device(index)
+    """The `Device` of a CUDA device index, made once, whichever threads ask for it."""
+    found = _devices.get(index)
+    if found is None:
+        with _making:
+            found = _devices.get(index) or _devices.setdefault(index, Device(index))
+    return found
 
 
 def current_stream(index: int) -> int:
