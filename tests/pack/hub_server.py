@@ -22,7 +22,8 @@ class Hub:
         misbehave: how to answer range requests wrongly: ``whole`` (status 200), ``short``, ``shifted``, ``no range``.
         failures: how many requests for files are answered with 503 first.
         redirect: send files from another path, as the Hub's storage does.
-        requests: method-less log of (path, range header).
+        requests: method-less log of (path, range header). The client library asks for what is of no repository too,
+            at its first request of a process: that is answered and not logged.
         sent: bytes of file contents sent.
         port: where it listens.
     """
@@ -65,7 +66,8 @@ def serve(hub: Hub) -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             path = unquote(urlparse(self.path).path)
-            hub.requests.append((path, self.headers.get("Range")))
+            if REPOSITORY in path or path.startswith("/storage/"):
+                hub.requests.append((path, self.headers.get("Range")))
             if match := re.fullmatch(rf"/api/models/{REPOSITORY}(?:/revision/(.+))?", path):
                 self._info(match[1] or "main")
             elif path == f"/api/models/{REPOSITORY}/refs":

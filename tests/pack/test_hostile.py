@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,7 +96,7 @@ def _rich_draft() -> Draft:
 
 @pytest.mark.parametrize("which", ["config.json", "quantization_config.json", "model.safetensors.index.json", "header"])
 @given(chance=st.randoms(use_true_random=False))
-@settings(max_examples=80, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_spoilt_value_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, which: str, chance: random.Random
 ) -> None:
@@ -114,6 +115,7 @@ def test_any_spoilt_value_is_read_or_refused(
     if which != "header":
         file = folder / which
         file.write_text(json.dumps(_spoil(json.loads(file.read_text()), chance)))
+    before = time.thread_time()
     try:
         _look_at(folder)
     except Exl3PackError as error:
@@ -121,6 +123,8 @@ def test_any_spoilt_value_is_read_or_refused(
         error.report().encode()
     finally:
         shutil.rmtree(folder)
+    # Of this thread, since a clock would measure the machine's other work; long words in narrow columns take one.
+    assert time.thread_time() - before < 10, "seconds"
 
 
 def _file(header: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
