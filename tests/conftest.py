@@ -1,7 +1,11 @@
 """Shared by all tests; its presence also puts this folder on the import path, for helpers such as `tiny_pack`."""
 
 import contextlib
+import os
+import re
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,30 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without
 
 # A shell that starts the tests in the background lets them, and whatever they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What this package reads and what tests set; vLLM, torch and others set variables of their own as they start.
+# EXL3_METRICS_FOLDER is how a process whose plugin is registered names its folder to the processes that it starts.
+_OURS = re.compile(r"(?!EXL3_METRICS_FOLDER$).*(EXL3_|QUANTPACK_)")
+_THEIRS = {"HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HOME", "TRITON_INTERPRET", "XDG_CACHE_HOME"}
+_THEIRS |= {"VLLM_BATCH_INVARIANT", "VLLM_CACHE_ROOT", "VLLM_MOE_SKIP_PADDING", "VLLM_PLUGINS"}
+
+
+def _shared_state() -> dict[str, str]:
+    """What tests of one process share and must not change for those that follow."""
+    state = {name: value for name, value in os.environ.items() if name in _THEIRS or _OURS.match(name)}
+    torch = sys.modules.get("torch")
+    state["default dtype"] = str(torch.get_default_dtype()) if hasattr(torch, "get_default_dtype") else "torch.float32"
+    return {**state, "current folder": os.getcwd()}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Every test has the same random numbers, whichever tests ran before it, and leaves what it found."""
+    if hasattr(torch := sys.modules.get("torch"), "manual_seed"):
+        torch.manual_seed(0)
+    before = _shared_state()
+    yield
+    assert _shared_state() == before, "this test changed what those after it find"
 
 
 @pytest.fixture(params=GOLDEN_PACKS)

@@ -122,20 +122,22 @@ def _racer(folder: Path, builds: Path, barrier: object) -> None:
             file.write("x")
         return IMAGE
 
-    barrier.wait()  # type: ignore[attr-defined]
+    barrier.wait(60)  # type: ignore[attr-defined]
     assert CubinCache(folder).get(KEY, "kernel", build)[0] == IMAGE
 
 
 def test_processes_build_once_between_them(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(6)
+    # Daemons, since the end of the tests would wait for others without a limit.
     processes = [
-        context.Process(target=_racer, args=(tmp_path / "cubins", tmp_path / "builds", barrier)) for _ in range(6)
+        context.Process(target=_racer, args=(tmp_path / "cubins", tmp_path / "builds", barrier), daemon=True)
+        for _ in range(6)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(90)
     assert [process.exitcode for process in processes] == [0] * 6
     assert (tmp_path / "builds").read_text() == "x"
 
