@@ -17,6 +17,7 @@ with pytest.MonkeyPatch.context() as _patch:
     _interpret(_patch)
     import vllm_exl3.attention.dispatch
     import vllm_exl3.attention.write  # noqa: F401
+    from vllm_exl3.attention import decode
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +25,16 @@ def _interpreted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         _interpret(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _devices_of_its_own() -> Iterator[None]:
+    """Tests put GPUs of several sizes in one device's place, for which sizes of scratch are kept."""
+    _forget_devices()
+    yield
+    _forget_devices()
+
+
+def _forget_devices() -> None:
+    decode._elements_of_one.cache_clear()
+    decode._scratch_elements.cache_clear()
