@@ -129,7 +129,7 @@ def _row(
         "kernel": kernel, "in": shape[0], "out": shape[1], "m": rows, "bits": half_bits / 2,
         "codebook": Codebook(codebook).label, "mode": mode, "us": round(us, 3),
         "gbps": round(shape[0] * shape[1] * half_bits / 16 / us / 1e3, 1),
-        "limit_us": round(limit_us(shape, half_bits), 3),
+        "limit_us": round(limit_us(shape, half_bits, codebook, rows), 3),
     }  # fmt: skip
 
 

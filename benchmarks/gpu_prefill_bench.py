@@ -9,7 +9,7 @@ import torch
 
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.timing import Rotation, limit_us, random_trellis
+from vllm_exl3.cuda.timing import Rotation, bound_us, random_trellis
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import write_results
 
@@ -78,7 +78,9 @@ class Bench:
             "tflops": tflops(shape, rows, us),
         }  # fmt: skip
         if loop is not None:
-            row["limit_us"] = round(max(limit_us(shape, shard.half_bits), 2e-6 * shape[0] * shape[1] * rows / loop), 2)
+            count = shape[0] * shape[1]
+            without_products = bound_us(count * shard.half_bits / 16, count, 0)
+            row["limit_us"] = round(max(without_products, 2e-6 * count * rows / loop), 2)
         self.rows.append(row)
 
     def further_rows(self) -> list[Row]:

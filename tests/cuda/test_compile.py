@@ -15,6 +15,7 @@ from vllm_exl3.cuda.compiler import (
 )
 from vllm_exl3.cuda.geometry import Arithmetic, Form
 from vllm_exl3.cuda.linear import plan
+from vllm_exl3.cuda.runtime import own_instances
 from vllm_exl3.cuda.survey import every_kind, instances_for, typical_limits
 from vllm_exl3.ops.shards import Shard
 
@@ -64,7 +65,8 @@ def _mixed(architecture: str) -> list[Instance]:
 
 @pytest.mark.parametrize(("architecture", "kind"), list(zip(ARCHITECTURES, QUICK, strict=True)), ids=str)
 def test_kernels_compile(architecture: str, kind: tuple[int, int]) -> None:
-    _compile(instances_for([(kind,)], typical_limits(architecture)) + _mixed(architecture)[:1], architecture)
+    limits = typical_limits(architecture)
+    _compile([*instances_for([(kind,)], limits), *_mixed(architecture)[:1], *own_instances(limits)], architecture)
 
 
 def test_mixed_layers_compile() -> None:

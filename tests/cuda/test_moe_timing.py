@@ -38,12 +38,14 @@ def test_routings_visit_different_experts_and_share_one() -> None:
     assert sorted(ids.unique().tolist()) == list(range(SHAPE.experts))
 
 
-def test_the_limit_grows_with_the_experts_that_are_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_of_the_experts_that_are_visited_and_of_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = random_experts(SHAPE, KINDS, "cpu")
-    monkeypatch.setattr(moe_timing, "issued_weights", lambda: 1e30)
-    monkeypatch.setattr(moe_timing, "copy_bandwidth", lambda: 1e6 * layer.nbytes)
-    assert layer.limit_us(1) == pytest.approx(2 / 5)
-    assert layer.limit_us(2) == pytest.approx(2 / 5 + 3 / 5 * 2 / 5)
-    assert layer.limit_us(10**6) == pytest.approx(1)
-    monkeypatch.setattr(moe_timing, "issued_weights", lambda: 1e6 * 3 * 5 * 200 * 256 / 7)
-    assert layer.limit_us(10**6) == pytest.approx(7)
+    asked: dict[int, tuple[float, ...]] = {}
+    monkeypatch.setattr(moe_timing, "bound_us", lambda *work: asked.setdefault(tokens, work) and 7.0)
+    for tokens in (1, 2, 10**6):
+        assert layer.limit_us(tokens) == 7.0
+    weights = 3 * 200 * 256
+    for tokens, share in ((1, 2 / 5), (2, 2 / 5 + 3 / 5 * 2 / 5), (10**6, 1)):
+        nbytes, decoded, operations = asked[tokens]
+        assert nbytes == pytest.approx(share * layer.nbytes) and decoded == pytest.approx(share * 5 * weights)
+        assert operations == 2 * tokens * 2 * weights

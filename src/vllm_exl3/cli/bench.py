@@ -49,16 +49,17 @@ def linear(
         raise typer.Exit(1)
     from vllm_exl3.cuda.timing import cublas_us, limit_us, linear_us
 
-    typer.echo(f"{torch.cuda.get_device_name()}   µs a linear; limit: bytes over bandwidth or instructions")
+    typer.echo(f"{torch.cuda.get_device_name()}   µs a linear; limit: what reading, decoding or multiplying alone takes")
     for size in sizes:
         text = f"{size[0]}x{size[1]}"
         for count in counts:
             dense = cublas_us(size, count)
             for rate in rates:
-                us = linear_us(size, round(2 * rate), code, count)
+                cell = size, round(2 * rate), code, count
+                us = linear_us(*cell)
                 typer.echo(
                     f"{text:>12s} {codebook} K={rate:<4g} M={count:<4d} {us:8.2f}  "
-                    f"limit {limit_us(size, round(2 * rate)):7.2f}  cuBLAS bf16 {dense:8.2f}  {dense / us:.2f}×"
+                    f"limit {limit_us(*cell):7.2f}  cuBLAS bf16 {dense:8.2f}  {dense / us:.2f}×"
                 )
 
 

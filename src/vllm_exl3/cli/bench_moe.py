@@ -47,7 +47,7 @@ def moe(
     kinds = ", ".join(f"{rate:g}" for rate in rates)
     typer.echo(
         f"{torch.cuda.get_device_name()}   µs a block of {experts} experts, top {top_k}, {hidden}×{intermediate}, "
-        f"{codebook} K={kinds}; limit: reading or decoding the visited weights once"
+        f"{codebook} K={kinds}; limit: what reading, decoding or multiplying alone takes"
     )
     for count in counts:
         us = layer.us(count)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_exl3.cuda import moe
-from vllm_exl3.cuda.timing import copy_bandwidth, issued_weights, replayed
+from vllm_exl3.cuda.timing import bound_us, replayed
 from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.tools.expert_layout import lay_out_experts
 
@@ -75,11 +75,10 @@ class RandomExperts:
         return replayed(lambda index: moe.moe(x, *calls[index]), copies)
 
     def limit_us(self, tokens: int) -> float:
-        """Microseconds to read the weights that are visited, or to decode each of them once."""
+        """`bound_us` of one block: visited weights, each read and decoded once, and every slot's products."""
         shape = self.shape
-        share = shape.touched(tokens) / shape.experts
-        count = 3 * shape.experts * shape.hidden * shape.intermediate
-        return 1e6 * share * max(self.nbytes / copy_bandwidth(), count / issued_weights())
+        share, count = shape.touched(tokens) / shape.experts, 3 * shape.hidden * shape.intermediate
+        return bound_us(share * self.nbytes, share * shape.experts * count, 2 * tokens * shape.top_k * count)
 
 
 def random_experts(shape: ExpertShape, kinds: Sequence[tuple[float, int]], device: str = "cuda") -> RandomExperts:

@@ -4,30 +4,41 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from vllm_exl3.cuda import linear
+from vllm_exl3.cuda import linear, prefill_int8, runtime
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.ops.shards import Shard, pack_shards
 
 __all__ = [
     "Rotation",
+    "bound_us",
     "copy_bandwidth",
     "cublas_us",
     "dense_weights",
-    "issued_weights",
     "limit_us",
     "linear_us",
     "random_trellis",
     "random_weights",
     "replayed",
     "replayed_in_turns",
+    "rotated_copies",
 ]
 
-_ROTATED_BYTES = 320e6
+_ROTATED_BYTES, _MOST_COPIES = 320e6, 1024
+"""Bytes of weights that a graph goes round over, and the most calls that it has for it."""
+
 _INSTRUCTIONS_A_WEIGHT = 3.0
+
+_OPERATIONS_A_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 1024, 121: 1024}
+"""Of a multiprocessor's tensor cores, in dense products of fp16 with sums in fp32, by compute capability: what NVIDIA's
+architecture papers give for the fastest card of each."""
+
+_CLOCK_KHZ = 1_980_000
+"""Of an H200's multiprocessors, where torch does not tell a GPU's."""
 
 
 def random_trellis(words: int) -> torch.Tensor:
@@ -87,6 +98,11 @@ def _captured(call: Callable[[int], object], copies: int) -> torch.cuda.CUDAGrap
     return graph
 
 
+def rotated_copies(nbytes: int) -> int:
+    """How many copies of weights a graph goes round over: more than the L2 holds, but of layers below 50 kB."""
+    return max(3, min(_MOST_COPIES, math.ceil(_ROTATED_BYTES / nbytes)))
+
+
 class Rotation:
     """Weight copies of one shape, cut from one buffer that is larger than the L2 several times over.
 
@@ -100,7 +116,7 @@ class Rotation:
     def __init__(self, shape: tuple[int, int], half_bits: int, codebook: int, buffer: torch.Tensor) -> None:
         self.shard = Shard(half_bits, codebook, *shape, 0, shape[1])
         words = self.shard.trellis_words
-        self.copies = max(3, min(64, math.ceil(_ROTATED_BYTES / (2 * words))))
+        self.copies = rotated_copies(2 * words)
         step = min(words, (buffer.numel() - words) // self.copies // 1024 * 1024)
         self.trellis = [buffer[index * step : index * step + words] for index in range(self.copies)]
         _, self.suh, self.svh = random_weights(Shard(2, codebook, *shape, 0, shape[1]), 1)
@@ -145,14 +161,35 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (replayed(lambda i: target.copy_(source), 3) * 1e-6)
 
 
-def issued_weights() -> float:
-    """Weights a second at three instructions each, by the rate at which the multiprocessors issue."""
+def bound_us(nbytes: float, weights: float, operations: float, *, int8: bool = False) -> float:
+    """Microseconds below which the current GPU cannot stay, whatever kernel runs.
+
+    The largest of three times: to read ``nbytes``; to issue three instructions for each of ``weights``; and to do
+    ``operations`` (two a product) on the tensor cores, by the rates that the GPU states.
+
+    Args:
+        nbytes: bytes that must come from memory.
+        weights: weights that must be decoded.
+        operations: multiplications and additions.
+        int8: whether products are of int8, of which there are twice as many a second.
+    """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    clock = getattr(properties, "clock_rate", 0) * 1e3 or 1.755e9
-    return float(properties.multi_processor_count * 4 * 32 * clock / _INSTRUCTIONS_A_WEIGHT)
+    cycles = properties.multi_processor_count * 1e3 * (getattr(properties, "clock_rate", 0) or _CLOCK_KHZ)
+    capability = 10 * properties.major + properties.minor
+    rate = _OPERATIONS_A_CYCLE.get(capability, max(_OPERATIONS_A_CYCLE.values())) * (2 if int8 else 1)
+    decoding = weights * _INSTRUCTIONS_A_WEIGHT / (4 * 32 * cycles)
+    return 1e6 * max(nbytes / _read_bandwidth(properties), decoding, operations / (rate * cycles))
 
 
-def limit_us(shape: tuple[int, int], half_bits: int) -> float:
-    """The larger of bytes over the copy bandwidth and three instructions a weight over the issue rate."""
+def _read_bandwidth(properties: Any) -> float:
+    """Bytes a second that the memory can deliver; where a GPU does not state it, what a copy moves, which is less."""
+    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2 * clock * 1e3 * width / 8 or copy_bandwidth()
+
+
+def limit_us(shape: tuple[int, int], half_bits: int, codebook: int, rows: int) -> float:
+    """`bound_us` of one linear as `linear_us` times it."""
     count = shape[0] * shape[1]
-    return 1e6 * max(count * half_bits / 16 / copy_bandwidth(), count / issued_weights())
+    shards = (Shard(half_bits, codebook, *shape, 0, shape[1]),)
+    int8 = prefill_int8.serves(shards, rows, runtime.device(torch.cuda.current_device()).limits)
+    return bound_us(count * half_bits / 16, count, 2 * count * rows, int8=int8)
