@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ops.cpu_cases import instruction_sets
+from tests.ops.cpu_cases import ISAS
 from vllm_exl3.cpu.library import library
 
 
-@pytest.fixture(params=instruction_sets())
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set that this CPU runs, in turn."""
     assert library().exl3_select_isa(request.param.encode()) == 0

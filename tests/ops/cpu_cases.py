@@ -27,6 +27,10 @@ def instruction_sets() -> list[str]:
     return usable
 
 
+ISAS = instruction_sets() or [pytest.param("none", marks=needs_library)]
+"""What tests are parametrized by."""
+
+
 class Layer:
     """A fused layer of random trellises, with its float64 mathematics."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.cpu_cases import instruction_sets, needs_library
+from tests.ops.cpu_cases import ISAS, needs_library
 from vllm_exl3.cpu import library as loading
 
 SOURCES = str(Path(loading.__file__).parents[2])
@@ -70,7 +70,7 @@ def test_structures_match_the_header() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_environment_forces_an_instruction_set(isa: str) -> None:
     code = "from vllm_exl3.cpu.library import library; print(library().exl3_isa().decode())"
     assert run_python(code, VLLM_EXL3_CPU_ISA=isa).stdout.strip() == isa

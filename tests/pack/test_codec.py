@@ -25,7 +25,9 @@ from vllm_exl3.pack.codec import (
 from vllm_exl3.pack.stored import HALF_BITS
 from vllm_exl3.pack.tile import new_bits, pack_states, position_of, row_and_column, tile_words, unpack_states
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "data/exl3-golden.json").read_text())
+DATA = Path(__file__).parents[1] / "data"
+GOLDEN = json.loads((DATA / "exl3-golden.json").read_text())
+PROBED = sorted(path.parent for path in DATA.glob("packs/*/golden_linear.npz"))
 
 
 def _golden(half_bits: int) -> dict:
@@ -177,11 +179,10 @@ def _weight_of(pack: Pack, linear: StoredLinear) -> np.ndarray:
     return dense_weight(trellis, linear.half_bits, linear.codebook, suh, svh)
 
 
-def test_linear_of_a_golden_pack(golden_pack: Path) -> None:
-    if not (golden_pack / "golden_linear.npz").exists():
-        pytest.skip("this pack is kept without a probed linear")
-    golden = np.load(golden_pack / "golden_linear.npz")
-    pack = Pack.open(golden_pack)
+@pytest.mark.parametrize("folder", PROBED, ids=lambda folder: folder.name)
+def test_linear_of_a_golden_pack(folder: Path) -> None:
+    golden = np.load(folder / "golden_linear.npz")
+    pack = Pack.open(folder)
     weight = _weight_of(pack, pack.linears[str(golden["key"])])
     dense = golden["w"].astype(np.float64)
     assert np.linalg.norm(weight[: dense.shape[0], : dense.shape[1]] - dense) <= 1e-3 * np.linalg.norm(dense)
