@@ -5,7 +5,7 @@ Used by ``gpu_prefill.py --cliffs``.
 
 import itertools
 
-from vllm_exl3.cuda import dispatch, linear, prefill
+from vllm_exl3.cuda import linear, prefill
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_input import input_instances
@@ -21,7 +21,7 @@ def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance
     """What serves a number of tokens: its name, and its kernels."""
     layer, width = (shard,), shard.in_features
     if not prefill.serves(layer, rows, limits):
-        form = dispatch.choose_form(frozenset({shard.codebook}), rows, limits.architecture)
+        form = linear.choose_form(layer, rows, limits)
         return form.name, linear.plan(layer, min(rows, form.tile_rows), width, form, limits).instances
     window, names, instances = prefill.window_rows(layer, rows), [], [*input_instances(limits), FINISH]
     for first in range(0, rows, window):
@@ -45,7 +45,8 @@ def counts_around(shard: Shard, limits: GpuLimits) -> list[int]:
 def cliffs(rows: list[dict[str, object]], limits: GpuLimits) -> list[str]:
     """Neighbours of which the larger batch is faster than the smaller by a tenth, or too slow.
 
-    Too slow is by more than a tenth beyond its size, and by more than the model gives one more row of tiles.
+    Too slow is by more than a tenth beyond its size, and by more than the model gives one more row of tiles, nothing
+    added.
 
     Args:
         rows: results of one K and codebook for each shape: ``in``, ``out``, ``m``, ``us``.
@@ -59,7 +60,7 @@ def cliffs(rows: list[dict[str, object]], limits: GpuLimits) -> list[str]:
             cells.setdefault(key, {})[int(str(row["m"]))] = float(str(row["us"]))
     for key, times in cells.items():
         for (m1, t1), (m2, t2) in itertools.pairwise(sorted(times.items())):
-            grown = max(1.1 * t1 * m2 / m1, 1.05 * t1 + _tile_step(int(str(key[0])), int(str(key[1])), m2, limits))
+            grown = max(1.1 * t1 * m2 / m1, t1 + _tile_step(int(str(key[0])), int(str(key[1])), m2, limits))
             if t2 < 0.9 * t1 or t2 > grown:
                 found.append(f"{key}: {m1} → {m2} tokens take {t1:.1f} → {t2:.1f} µs")
     return found

@@ -96,6 +96,41 @@ def test_links_are_not_followed(cache: CubinCache, tmp_path: Path) -> None:
     assert hashlib.sha256(target.read_bytes()[-len(IMAGE) :]).digest() == hashlib.sha256(IMAGE).digest()
 
 
+def test_what_is_no_file_costs_that_kernel_only(cache: CubinCache, caplog: pytest.LogCaptureFixture) -> None:
+    open_before = os.listdir("/proc/self/fd")
+    for key, make in (("cd" * 32, Path.mkdir), ("ef" * 32, os.mkfifo)):
+        make(cache.folder / f"{key}.cubin")
+        with caplog.at_level(logging.WARNING, "vllm.exl3"):
+            for _ in range(2):
+                assert cache.get(key, "kernel", lambda: IMAGE)[0] == IMAGE
+        told = [record.getMessage() for record in caplog.records if f"{key}.cubin: the cached kernel" in record.message]
+        assert len(told) == 1, told
+    assert cache.get("ef" * 32, "kernel", _refuse) == (IMAGE, True)  # a file took the pipe's place
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
+
+
+def test_locks_make_nothing_where_links_lead(cache: CubinCache, tmp_path: Path) -> None:
+    (cache.folder / f"{'cd' * 32}.lock").symlink_to(tmp_path / "elsewhere")
+    assert cache.get("cd" * 32, "kernel", lambda: IMAGE) == (IMAGE, False)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_that_vanishes_costs_the_cache_only(
+    cache: CubinCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody clears the cache between the opening of a kernel and the look at its folder."""
+    stat = os.stat
+
+    def vanished(path: object, **options: object) -> os.stat_result:
+        if path == cache.folder:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, **options)  # type: ignore[call-overload, no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", vanished)
+        assert cache.get(KEY, "kernel", lambda: b"fresh") == (b"fresh", False)
+
+
 def test_a_full_disk_costs_the_cache_only(
     cache: CubinCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

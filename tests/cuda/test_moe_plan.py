@@ -205,6 +205,19 @@ def test_experts_too_wide_for_a_gpu_are_refused_while_loading(hidden: int, inter
     check_shared(Layer(layer.kinds, 8, 8, 1, 8192, 16_384), typical_limits("sm_86"))
 
 
+def test_a_gpu_that_holds_no_cluster_is_named_while_loading() -> None:
+    limits = dataclasses.replace(H200, multiprocessors=1)
+    with pytest.raises(ValueError, match=r"GPU of 1 multiprocessor, expected 2 or more.*MOE_KERNEL=reference"):
+        check_shared(LAYERS["mul1"], limits)
+    for many in (2, 3, 16):
+        limits = dataclasses.replace(H200, multiprocessors=many)
+        check_shared(LAYERS["mul1"], limits)
+        for form in forms(limits):
+            launches = plan_moe(LAYERS["mul1"], 300, form, 0, limits).launches
+            assert min(min(launch.grid) for launch in launches) > 0
+            assert all(launch.grid[0] % launch.cluster == 0 for launch in launches)
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_no_sum_overflows_what_it_is_stored_as(architecture: str) -> None:
     """Sums are fp16 between the kernels: the largest that any weights and inputs can make, of the widest rows.

@@ -49,7 +49,9 @@ def linear(
         raise typer.Exit(1)
     from vllm_exl3.cuda.timing import cublas_us, limit_us, linear_us
 
-    typer.echo(f"{torch.cuda.get_device_name()}   µs a linear; limit: what reading, decoding or multiplying alone takes")
+    typer.echo(
+        f"{torch.cuda.get_device_name()}   µs a linear; limit: what reading, decoding or multiplying alone takes"
+    )
     for size in sizes:
         text = f"{size[0]}x{size[1]}"
         for count in counts:

@@ -88,9 +88,9 @@ class CubinCache:
         logger.warning(message, *arguments)
 
     def _read(self, path: Path, label: str) -> bytes | None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         try:
-            descriptor = os.open(path, flags)
+            # Without waiting: a pipe of this name would never be written.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -98,21 +98,22 @@ class CubinCache:
                 str(path), "%s: the cached kernel %s cannot be opened (%s); compiling it", path, label, error
             )
             return None
-        with os.fdopen(descriptor, "rb") as file:
-            if (reason := _untrusted(os.stat(path.parent), "folder")) is not None:
-                self._say_once("folder", "%s: no cached kernel from there is used: %s", self.folder, reason)
-                return None
-            reason = _untrusted(os.fstat(file.fileno()), "file")
-            if reason is None:
-                try:
-                    data = file.read()
-                except OSError as error:
-                    reason = f"it cannot be read ({error})"
-                else:
-                    image = data[len(_MAGIC) + _DIGEST :]
-                    if data.startswith(_MAGIC) and data[len(_MAGIC) :][:_DIGEST] == hashlib.sha256(image).digest():
-                        return image
-                    reason = "its content does not match its hash"
+        try:
+            with open(descriptor, "rb", closefd=False) as file:
+                if (reason := _untrusted(os.stat(path.parent), "folder")) is not None:
+                    self._say_once("folder", "%s: no cached kernel from there is used: %s", self.folder, reason)
+                    return None
+                reason = _untrusted(os.fstat(descriptor), "file")
+                data = b"" if reason is not None else file.read()
+        except OSError as error:  # a folder of this name, a failing disk
+            reason, data = f"it cannot be read ({error})", b""
+        finally:
+            os.close(descriptor)
+        if reason is None:
+            image = data[len(_MAGIC) + _DIGEST :]
+            if data.startswith(_MAGIC) and data[len(_MAGIC) :][:_DIGEST] == hashlib.sha256(image).digest():
+                return image
+            reason = "its content does not match its hash"
         self._say_once(str(path), "%s: the cached kernel %s is not used: %s; compiling it again", path, label, reason)
         return None
 
@@ -135,7 +136,8 @@ class CubinCache:
         """One builder per cubin across processes; without a usable folder everyone builds for themselves."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(self.folder / f"{fingerprint}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.folder / f"{fingerprint}.lock", flags, 0o600)
         except OSError as error:
             self._say_once("lock", "%s: the kernel cache cannot be used: %s", self.folder, error)
             yield

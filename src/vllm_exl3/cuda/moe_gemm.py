@@ -148,7 +148,11 @@ def _ring(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
 
 
 def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
-    """Threads, shared memory and arguments of a layer's GEMM."""
+    """Threads, shared memory and arguments of a layer's GEMM.
+
+    Raises:
+        ValueError: the GPU has fewer multiprocessors than a cluster has blocks that need one each.
+    """
     if not form.wide:
         values = {"thin_rows": form.tile_rows, "row_padding": 1, "grouped": 0}
         return Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
@@ -156,5 +160,11 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
     values = {"thin_rows": form.tile_rows // 2, "row_padding": _GROUP_ROWS, "grouped": 1, **ring}
     threads = _PAIR_THREADS + (_FETCHERS if form.cluster > 1 else 0)
     resident = _wide_blocks(layer.codes, form) * limits.multiprocessors // form.cluster
+    if resident == 0:
+        raise ValueError(
+            f"routed experts on a GPU of {limits.multiprocessors} multiprocessor, expected {form.cluster} or more: as "
+            "many share a row block. Serve on a GPU, or a part of one, that has them, or with "
+            "VLLM_EXL3_MOE_KERNEL=reference."
+        )
     shared = _BARRIER_BYTES + ring["ring_stages"] * ring["ring_stride"]
     return Gemm(threads, shared, resident, form.cluster, values)
