@@ -20,6 +20,7 @@ from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.bfloat16 import from_bfloat16
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.scaled_rows import dequantize_rows
+from vllm_exl3.plan.survey import survey
 from vllm_exl3.tools import table_writer
 from vllm_exl3.tools.table_writer import quantize_embedding
 
@@ -109,6 +110,8 @@ def test_an_exl3_pack_stays_one_without_a_warning(bits: int, tmp_path: Path) -> 
     pack = Pack.open(target)
     assert pack.embeddings[KEY].bits == bits and KEY not in pack.dense
     assert check(pack) == []
+    (row,) = survey(pack)["embeddings"]
+    assert (row["format"], row["bits"]) == (f"int{bits}", bits)
 
 
 def test_copies_instead_of_links_when_asked(tmp_path: Path) -> None:

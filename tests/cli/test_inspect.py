@@ -71,8 +71,13 @@ def test_padding_experts_and_embeddings_are_shown() -> None:
     assert "320 padded to 384" in output and "192" not in output.split("Dense")[0]
     found = _json(DATA / "packs/qwen3-2.25-mul1-emb4")
     assert found["embeddings"] == [
-        {"module": "model.embed_tokens", "bits": 4, "rows": 640, "groups": 1, "bytes": 640 * 65 * 2 + 512}
-    ]
+        {"module": "model.embed_tokens", "format": "row code, K = 4", "bits": 4, "rows": 640, "groups": 1,
+         "bytes": 640 * 65 * 2 + 512}
+    ]  # fmt: skip
+    _, output = _inspect(DATA / "packs/qwen3-2.25-mul1-emb4")
+    by_bits = output.partition("Bits per weight")[2].partition("Codebooks")[0]
+    assert [line.split()[0] for line in by_bits.splitlines()[2:5]] == ["2", "2.5", "5"]
+    assert "row code, K = 4" in output and "unknown" not in output
     assert {row["label"] for row in found["bits"]} == {"2", "2.5", "5"}
 
 
@@ -87,7 +92,7 @@ def test_mixture_of_experts_is_summarised(tmp_path: Path) -> None:
     assert (experts["layers"], experts["experts"], experts["roles"]) == (1, [3], ["gate", "up", "down"])
     assert experts["bits"] == {"2": 6, "4": 3}
     _, output = _inspect(tmp_path)
-    assert "1 layers of 3, gate/up/down: 6 at K = 2, 3 at K = 4" in output
+    assert "1 layer of 3 experts, gate/up/down: 6 at K = 2, 3 at K = 4" in output
 
 
 def test_skipped_and_unknown_bytes_are_shown(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from vllm_exl3.demo.display import Display, report_lines
 PREFIX = "(Worker pid=7) INFO 11-29 17:25:{:02d} [report.py:52] "
 REPORT = [
     "vllm-exl3 0.1.0 serves /packs/x",
-    "  quantizer  exllamav3 1.6.5, codebook mul1 (211)",
+    "  quantizer  exllamav3 1.6.5, codebook mul1 (211 tensors)",
     "  linear     native on cpu",
 ]
 

@@ -177,10 +177,12 @@ def test_progress_says_bytes_speed_and_what_is_left() -> None:
     for second in range(20):
         now[0] = float(second)
         progress.add(2 << 30, lambda: total)
-    assert lines[0] == "vllm-exl3 loading: 12.00 GiB of 40.00 GiB (30%), 2.58 GB/s, 12 s left"
-    assert len(lines) == 4 and lines[-1] == "vllm-exl3 loaded 40.00 GiB in 19.0 s, 2.26 GB/s"
+    assert lines[0] == "vllm-exl3 loading: 12.00 GiB of 40.00 GiB (30%), 2.40 GiB/s, 12 s left"
+    assert len(lines) == 4 and lines[-1] == "vllm-exl3 loaded 40.00 GiB in 19.0 s, 2.11 GiB/s"
     progress.add(1 << 30, lambda: 1 << 30)  # a reload counts anew
     assert lines[-1] == "vllm-exl3 loaded 1.00 GiB in 0.0 s"
+    progress.add(700 << 10, lambda: 700 << 10)  # a pack that rounds to no GiB at all
+    assert lines[-1] == "vllm-exl3 loaded 700.0 KiB in 0.0 s"
 
 
 def test_phases_are_named_when_they_begin_and_end(heard: Heard) -> None:

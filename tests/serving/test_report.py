@@ -9,6 +9,7 @@ from torch.nn import Module, Parameter
 from tests.serving.conftest import PACKS
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.names import NameResolver
+from vllm_exl3.pack.wording import byte_size
 from vllm_exl3.serving.head import Exl3EmbeddingMethod
 from vllm_exl3.serving.layout import Layout, Output
 from vllm_exl3.serving.report import Report
@@ -70,6 +71,10 @@ def test_the_report_names_the_writer_and_why_layers_are_dense(version: str | Non
     assert shown in text
     assert "stored as BF16: gate.0, gate.1, gate.2, gate.3 and 2 more; nothing of this name stored: visual.qkv" in text
     assert "no EXL3 head on this rank" in text
+    assert "  not EXL3   stored as BF16" in text
+    ((bits, count),) = report.as_dict()["weights_by_bits"].items()
+    assert f"  weights    {count / 1e6:.1f} M at {bits} bits; {float(bits):.2f} on average, no EXL3 head" in text
+    assert f"memory     trellis {byte_size(report.bytes['trellis'])} on this rank" in text and "0.0 " not in text
 
 
 def test_embeddings_are_named_with_their_bytes_and_kernels_only_where_one_decodes_them() -> None:

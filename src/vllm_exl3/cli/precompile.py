@@ -10,13 +10,14 @@ __all__ = ["precompile"]
 
 
 def precompile(
-    pack: Annotated[str | None, typer.Argument(help="A folder or Hub repository: only the kernels it needs.")] = None,
+    pack: Annotated[str | None, typer.Argument(help="A folder or Hub repository: compile only what it needs.")] = None,
     arch: Annotated[
-        list[str] | None, typer.Option(help="GPU architecture such as sm_90a; repeatable. Default: the GPUs here.")
+        list[str] | None,
+        typer.Option(help="GPU architecture, such as sm_90a for an H100 or H200; repeatable. Default: the GPUs here."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the pack.")] = None,
     int4_kv: Annotated[
-        bool, typer.Option("--int4-kv", help="Also the kernels that decode over int4 KV caches.")
+        bool, typer.Option("--int4-kv", help="Also compile the kernels that decode over an int4 KV cache.")
     ] = False,
 ) -> None:
     """Compile the GPU kernels into the cache, so that no start of the server has to.

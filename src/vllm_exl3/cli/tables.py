@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_exl3.pack.wording import counted
+
 __all__ = ["format_bytes", "print_survey"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -28,7 +30,8 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
     _print_overview(survey, console)
     for title, key in (("Bits per weight", "bits"), ("Codebooks", "codebooks")):
         rows = [(row["label"], row["tensors"], row["weights"], format_bytes(row["bytes"])) for row in survey[key]]
-        _print_table(console, title, ("", "tensors", "weights", "bytes"), rows)
+        rows = sorted(rows, key=lambda row: float(row[0])) if key == "bits" else rows
+        _print_table(console, title, ("", "linears", "weights", "bytes"), rows)
     _print_table(console, "EXL3 linears", ("modules", "count", "in", "out", "K"), map(_shape_row, survey["shapes"]))
     _print_table(
         console,
@@ -50,8 +53,8 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
 def _print_overview(survey: Mapping[str, Any], console: Console) -> None:
     console.print(survey["source"] + (f" at {survey['commit']}" if survey["commit"] else ""), style="bold")
     console.print(f"model      {', '.join(survey['architectures']) or 'unknown'} ({survey['model_type']})")
-    files = f"{survey['files']} file{'s' if survey['files'] != 1 else ''}"
-    console.print(f"size       {format_bytes(survey['bytes'])} in {survey['tensors']} tensors, {files}")
+    tensors, files = counted(survey["tensors"], "tensor"), counted(survey["files"], "file")
+    console.print(f"size       {format_bytes(survey['bytes'])} in {tensors}, {files}")
     declared = ", ".join(f"{key} {value}" for key, value in survey["declared"].items())
     console.print(f"declared   {declared or 'nothing'}", markup=False)
     averages = survey["average_bits"]
@@ -78,16 +81,16 @@ def _width(model: int, stored: int) -> str:
 
 def _print_tables_and_experts(survey: Mapping[str, Any], console: Console) -> None:
     tables = [
-        (table["module"], table["bits"], table["rows"], format_bytes(table["bytes"]))
+        (table["module"], table["format"], table["rows"], format_bytes(table["bytes"]))
         for table in (*survey["embeddings"], *survey["ngram_tables"])
     ]
-    _print_table(console, "Row-coded tables", ("module", "K", "rows", "bytes"), tables)
+    _print_table(console, "Quantized tables", ("module", "format", "rows", "bytes"), tables)
     if experts := survey["experts"]:
         bits = ", ".join(f"{count} at K = {bits}" for bits, count in experts["bits"].items())
         counts = " or ".join(map(str, experts["experts"]))
         console.print("\nExperts", style="bold")
         console.print(
-            f"{experts['layers']} layers of {counts}, {'/'.join(experts['roles'])}: {bits}; "
+            f"{counted(experts['layers'], 'layer')} of {counts} experts, {'/'.join(experts['roles'])}: {bits}; "
             f"{format_bytes(experts['bytes'])}"
         )
 
@@ -97,13 +100,14 @@ def _print_accounts(accounts: Mapping[str, Any], console: Console) -> None:
         ("served", kind, format_bytes(size), "") for kind, size in accounts["served"].items()
     ]
     rows += [
-        ("skipped", row["rule"], format_bytes(row["bytes"]), f"{row['tensors']} tensors: {row['reason']}")
+        ("skipped", row["rule"], format_bytes(row["bytes"]), f"{counted(row['tensors'], 'tensor')}: {row['reason']}")
         for row in accounts["skipped"]
     ]
     rows += [("skipped", f"file {name}", "", reason) for name, reason in accounts["ignored_files"].items()]
     unknown = accounts["unknown"]
     names = ", ".join(unknown["names"])
-    rows.append(("unknown", f"{unknown['tensors']} tensors", format_bytes(unknown["bytes"]), names))
+    if unknown["tensors"]:
+        rows.append(("unknown", counted(unknown["tensors"], "tensor"), format_bytes(unknown["bytes"]), names))
     _print_table(console, "Every stored byte", ("", "what", "bytes", ""), rows)
 
 
@@ -129,7 +133,7 @@ def _print_table(console: Console, title: str, headings: Iterable[str], rows: It
         return
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for heading in headings:
-        numeric = heading in ("count", "tensors", "weights", "bytes", "rows", "degree", "K")
+        numeric = heading in ("count", "linears", "weights", "bytes", "rows", "degree", "K")
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in filled:
         table.add_row(*row)

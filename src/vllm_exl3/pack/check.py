@@ -19,6 +19,7 @@ from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, classify, main_layers
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredTensor
 from vllm_exl3.pack.values import check_marker
+from vllm_exl3.pack.wording import counted
 
 __all__ = ["check", "find_faults", "find_warnings"]
 
@@ -74,13 +75,13 @@ def find_warnings(pack: Pack) -> list[Exl3PackWarning]:
     if accounts.unknown:
         size = sum(tensor.nbytes for tensor in accounts.unknown)
         texts.append(
-            f"{len(accounts.unknown)} tensors ({size} bytes) are neither served nor skipped under a rule: "
+            f"{counted(len(accounts.unknown), 'tensor')} ({size} bytes) neither served nor skipped under a rule: "
             f"{_sample([tensor.name for tensor in accounts.unknown])}"
         )
     copies = accounts.skipped.get("dense copy of an EXL3 module", [])
     if copies:
         texts.append(
-            f"{len(copies)} modules are stored both as EXL3 and as .weight; the EXL3 form is served: "
+            f"{counted(len(copies), 'module')} stored both as EXL3 and as .weight; the EXL3 form is served: "
             f"{_sample([tensor.name for tensor in copies])}"
         )
     return [Exl3PackWarning(text) for text in texts]
@@ -96,7 +97,7 @@ def _index_faults(pack: Pack) -> Iterator[Exl3PackError]:
     if absent:
         name = absent[0]
         yield _fault(
-            f"{len(absent)} tensors that no file holds ({_sample(absent)})",
+            f"{counted(len(absent), 'tensor')} that no file holds ({_sample(absent)})",
             f"{name} in {pack.index[name]}, as the index says",
             f"{INDEX} in {pack.source}",
             remedy,

@@ -21,6 +21,7 @@ from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
 from vllm_exl3.pack.spelling import is_head_name
 from vllm_exl3.pack.stored import StoredLinear
+from vllm_exl3.pack.wording import counted
 
 __all__ = ["LedgerAudit", "audit_ledger", "body_and_head", "claim_warnings", "mean_bits"]
 
@@ -95,7 +96,7 @@ def claim_warnings(pack: Pack) -> Iterator[str]:
             "start it with --quantization exl3"
         )
     if absent := audit_ledger(pack).absent:
-        yield f"tensor_storage lists {len(absent)} tensors that no file holds: {', '.join(absent[:3])}"
+        yield f"tensor_storage lists {counted(len(absent), 'tensor')} that no file holds: {', '.join(absent[:3])}"
 
 
 def _stored(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from vllm_exl3.pack.claims import body_and_head, mean_bits
 from vllm_exl3.pack.metadata import architectures
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import RULES, classify
-from vllm_exl3.pack.stored import StoredLinear, StoredTensor
+from vllm_exl3.pack.stored import StoredLinear, StoredRowTable, StoredScaledTable, StoredTensor
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.plan.parallel import Degree, expert_parallel, tensor_parallel
 from vllm_exl3.plan.shapes import input_width, output_width
@@ -53,12 +53,13 @@ def survey(pack: Pack) -> dict[str, Any]:
         "shapes": _shapes(pack),
         "dense": _dense(pack),
         "embeddings": [
-            {"module": table.key, "bits": table.bits, "rows": table.rows, "groups": table.groups, "bytes": table.nbytes}
+            {"module": table.key, "format": _table_format(table), "bits": table.bits, "rows": table.rows,
+             "groups": table.groups, "bytes": table.nbytes}
             for table in pack.embeddings.values()
         ],
         "ngram_tables": [
-            {"module": table.key, "bits": table.bits, "rows": table.rows, "shards": len(table.shards),
-             "bytes": table.nbytes}
+            {"module": table.key, "format": f"n-gram rows, K = {table.bits}", "bits": table.bits,
+             "rows": table.rows, "shards": len(table.shards), "bytes": table.nbytes}
             for table in pack.ngram_tables.values()
         ],
         "experts": _experts(pack),
@@ -123,6 +124,10 @@ def _why_dense(pattern: str, tensor: StoredTensor) -> str:
     if leaf in ("gate", "router", "shared_expert_gate"):
         return "router"
     return "left unquantized by the pack"
+
+
+def _table_format(table: StoredRowTable | StoredScaledTable) -> str:
+    return f"row code, K = {table.bits}" if isinstance(table, StoredRowTable) else f"int{table.bits}"
 
 
 def _experts(pack: Pack) -> dict[str, Any] | None:

@@ -221,7 +221,7 @@ def verdict() -> str:
         raise RuntimeError(f"{installed} is not served: " + "; ".join(faults))
     known = ".".join(installed.split(".")[:2]) in TESTED
     tested = "a tested release" if known else f"not among the tested releases {', '.join(TESTED)}"
-    return f"{installed}, {tested}; all {len(TOUCHED) + len(set(imported()))} things that are used are there"
+    return f"{installed}, {tested}; all {len(TOUCHED) + len(set(imported()))} names that this package uses are there"
 
 
 def _takes(found: Any, name: str) -> bool:

@@ -5,6 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from vllm_exl3.pack.wording import byte_size
+
 __all__ = ["LoadProgress", "phase"]
 
 logger = logging.getLogger("vllm.exl3")
@@ -41,13 +43,13 @@ class LoadProgress:
         self._done += nbytes
         elapsed = now - self._began
         if self._done >= self._total:
-            self._log(f"vllm-exl3 loaded {_gib(self._total)} in {elapsed:.1f} s{_rate(self._done, elapsed)}")
+            self._log(f"vllm-exl3 loaded {byte_size(self._total)} in {elapsed:.1f} s{_rate(self._done, elapsed)}")
             self._done = 0
         elif now - self._said >= _EVERY:
             self._said = now
             left = (self._total - self._done) * elapsed / self._done
             self._log(
-                f"vllm-exl3 loading: {_gib(self._done)} of {_gib(self._total)} "
+                f"vllm-exl3 loading: {byte_size(self._done)} of {byte_size(self._total)} "
                 f"({self._done / self._total:.0%}){_rate(self._done, elapsed)}, {left:.0f} s left"
             )
 
@@ -65,9 +67,5 @@ def phase(name: str) -> Iterator[None]:
     logger.info("vllm-exl3 %s took %.1f s", name, time.monotonic() - began)
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
-
-
 def _rate(nbytes: float, seconds: float) -> str:
-    return f", {nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
+    return f", {byte_size(nbytes / seconds)}/s" if seconds > 0 else ""

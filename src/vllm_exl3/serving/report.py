@@ -18,6 +18,7 @@ from vllm_exl3.ops.embedding import embedding_reference
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
 from vllm_exl3.ops.ngram import ngram_reference
+from vllm_exl3.pack.wording import byte_size, counted
 from vllm_exl3.serving.offload import compute_device, in_host_memory
 
 if TYPE_CHECKING:
@@ -149,24 +150,26 @@ class Report:
     def text(self) -> str:
         """The report as the block that an engine start logs."""
         facts = self.as_dict()
-        bits = ", ".join(f"{k}: {n / 1e6:.1f} M" for k, n in facts["weights_by_bits"].items())
-        codebooks = ", ".join(f"{name} ({count})" for name, count in facts["codebooks"].items())
+        bits = ", ".join(f"{n / 1e6:.1f} M at {k} bits" for k, n in facts["weights_by_bits"].items())
+        codebooks = ", ".join(f"{name} ({counted(count, 'tensor')})" for name, count in facts["codebooks"].items())
         classes = ", ".join(f"{count} {name}" for name, count in facts["layer_classes"].items())
         lines = [
             f"vllm-exl3 {facts['version']} serves {facts['pack']}"
             + (f" at {facts['commit'][:12]}" if facts["commit"] else ""),
             f"  quantizer  {_quantizer(facts['quantizer'])}, codebook {codebooks}",
-            f"  weights    by bits {bits}; average {facts['average_bits']:.2f}"
-            + (f", head {facts['head_bits']:g}" if facts["head_bits"] else ", no EXL3 head on this rank"),
+            f"  weights    {bits}; {facts['average_bits']:.2f} on average, "
+            + (f"the head {facts['head_bits']:g}" if facts["head_bits"] else "no EXL3 head on this rank"),
             f"  layers     {classes or 'routed experts only'}",
-            f"  dense      {_by_reason(facts['dense_linears'])}",
+            f"  not EXL3   {_by_reason(facts['dense_linears'])}",
         ]
         for where, kind in facts["embeddings"].items():
-            lines.append(f"  table      {where}: {kind}, {self._embedding_bytes[where] / 2**20:.1f} MiB")
+            lines.append(f"  table      {where}: {kind}, {byte_size(self._embedding_bytes[where])}")
         if experts := facts["experts"]:
             mixed = ", ".join(f"K {bits}: {share:.0%}" for bits, share in experts["weights_by_bits"].items())
             held = "" if experts["local"] == experts["total"] else f", {experts['local']} of them on this rank"
-            lines.append(f"  experts    {experts['total']} in each of {experts['layers']} layers{held}; {mixed}")
+            lines.append(
+                f"  experts    {experts['total']} in each of {counted(experts['layers'], 'layer')}{held}; {mixed}"
+            )
         for op, kernel in facts["kernels"].items():
             declined = "; ".join(f"{name}: {reason}" for name, reason in kernel["declined"].items())
             lines.append(
@@ -175,7 +178,7 @@ class Report:
         if facts["dispatch"]:
             lines.append(f"  dispatch   {facts['dispatch']}")
         lines += [f"  precision  {line}" for line in facts["precision"]]
-        memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts["bytes"].items())
+        memory = ", ".join(f"{name} {byte_size(size)}" for name, size in facts["bytes"].items())
         lines.append(f"  memory     {memory} on this rank")
         return "\n".join(lines)
 
