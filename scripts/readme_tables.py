@@ -7,20 +7,18 @@ import argparse
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kv_tables import kv_tables
+from linear_tables import linear_tables, wrapped
 from serve_tables import serve_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672))
 TOKENS = (1, 8, 128)
-_READ_GBPS = 4400
-"""What the GPU's memory was measured to deliver to a kernel that only reads."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -29,12 +27,35 @@ def load(name: str) -> dict[str, Any]:
     return content
 
 
+def machines_line() -> str:
+    """On what, with what and when all of it was measured."""
+    gpu = [load(f"h200/{name}.json")["meta"] for name in ("linear", "serve", "prefill", "moe", "marlin")]
+    cpu = [load(f"cpu/{name}.json")["meta"] for name in ("demo", "cpu_linear", "golden", "memory")]
+    return wrapped(
+        f"GPU: one {gpu[0]['gpu']}, driver {gpu[0]['driver']}, CUDA {gpu[0]['cuda']}, {_versions(gpu, 'exllamav3')}. "
+        f"CPU: two cores of an {cpu[0]['cpu']} (a virtual machine), {_versions(cpu)}. Every file named below records "
+        "the command and the commit as well."
+    )
+
+
+def _versions(metas: list[dict[str, Any]], *more: str) -> str:
+    """Versions of what was measured with, and the days; all results have to agree on a version."""
+    texts = []
+    for name in ("torch", "vllm", *more):
+        found = {version for meta in metas if (version := meta["versions"].get(name)) is not None}
+        if len(found) != 1:
+            raise SystemExit(f"results were measured with {name} {sorted(found)}: the page names one version")
+        texts.append(f"{name.replace('vllm', 'vLLM')} {found.pop()}")
+    days = sorted({meta["date"] for meta in metas})
+    return f"{', '.join(texts)}, measured on {' and '.join(days)}"
+
+
 def gpu_table() -> str:
     """One linear on the GPU beside exllamav3's kernels and a 16-bit layer."""
     results = load("h200/linear.json")
     peers = {
         "vllm-exl3": ("native",),
-        "exllamav3, its better mode": ("exllamav3", "exllamav3_fp16"),
+        "exllamav3, the faster of its modes": ("exllamav3", "exllamav3_fp16"),
         "16 bits, cuBLAS": ("cublas_bf16",),
     }
     lines = ["| in × out | tokens | " + " | ".join(peers) + " |", "|---|---|" + "---|" * len(peers)]
@@ -52,10 +73,10 @@ def gpu_table() -> str:
             ]
             lines.append(f"| {rows} × {columns} | {tokens} | " + " | ".join(f"{time:.1f}" for time in times) + " |")
     head = (
-        f"One linear at 4 bits, codebook mul1, on an {results['meta']['gpu']}, µs "
-        "([how](docs/kernels-gpu.md), `benchmarks/results/h200/linear.json`):"
+        "Microseconds for one linear at 4 bits with codebook mul1 on the GPU ([how](docs/kernels-gpu.md), "
+        "`benchmarks/results/h200/linear.json`):"
     )
-    return _wrapped(head) + "\n" + "\n".join(lines) + "\n"
+    return wrapped(head) + "\n" + "\n".join(lines) + "\n"
 
 
 def serve_line() -> str:
@@ -70,17 +91,17 @@ def serve_line() -> str:
     # Rows that a later run of other subjects kept name the commit that they were measured at.
     earlier = ", with the kernels of an earlier version" if any("commit" in row for row in results) else ""
     text = (
-        "A model of the shape of Llama 3 8B with random weights, served by vLLM on the same GPU, decodes (tokens/s at "
-        f"batches of {', '.join(map(str, batches))}) {speeds[0]} at 4 bits with a 6-bit head, and {speeds[1]} in 16 "
-        "bits"
+        "A model with the shape of Llama 3 8B and random weights, served by vLLM on the same GPU, decodes "
+        f"{speeds[0]} tokens/s at batch sizes of {', '.join(map(str, batches))} with 4-bit weights and a 6-bit head; "
+        f"in 16 bits it decodes {speeds[1]}"
     )
     if prompts:
         waits = [", ".join(f"{rows['first_token', kernel, m]['us'] / 1e3:.0f}" for m in prompts) for kernel in kernels]
         text += (
-            f"; the first token of a prompt of {', '.join(map(str, prompts))} tokens comes after {waits[0]} ms, and "
-            f"{waits[1]} in 16 bits"
+            f". The first token after a prompt of {', '.join(map(str, prompts))} tokens takes {waits[0]} ms; in 16 "
+            f"bits, {waits[1]} ms"
         )
-    return _wrapped(f"{text} (`benchmarks/results/h200/serve.json`{earlier}).")
+    return wrapped(f"{text} (`benchmarks/results/h200/serve.json`{earlier}).")
 
 
 def prefill_line() -> str:
@@ -96,9 +117,9 @@ def prefill_line() -> str:
         ]  # fmt: skip
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         texts.append(f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) at {low} to {high} tokens")
-    return _wrapped(
-        "Prompts on the same GPU: linears of five shapes at 4 bits run at this speed relative to cuBLAS in bf16, "
-        f"geometric mean and range: {'; '.join(texts)} (`benchmarks/results/h200/prefill.json`)."
+    return wrapped(
+        "Prompts on the same GPU: speed of linears at 4 bits relative to cuBLAS in bf16, as the geometric mean (and "
+        f"range) over five shapes: {'; '.join(texts)} (`benchmarks/results/h200/prefill.json`)."
     )
 
 
@@ -114,142 +135,67 @@ def moe_line() -> str:
     for tokens in (1, 8, 64, 512, 8192):
         ratios = [times["vllm_bf16", shape, tokens] / times["native", shape, tokens] for shape in shapes]
         texts.append(f"{min(ratios):.1f} to {max(ratios):.1f} at {tokens}")
-    return _wrapped(
-        f"Routed experts on the same GPU ({'; '.join(shapes)}) run at this speed relative to vLLM's own in bf16: "
-        f"{', '.join(texts)} tokens (`benchmarks/results/h200/moe.json`)."
+    return wrapped(
+        f"Routed experts on the same GPU ({'; '.join(shapes)}): speed relative to vLLM's Triton kernels in bf16, "
+        f"{', '.join(texts)} tokens. vLLM has a tuned configuration for the first shape only "
+        "(`benchmarks/results/h200/moe.json`)."
+    )
+
+
+def marlin_line() -> str:
+    """vLLM's own int4 linear, which is the nearest rival inside vLLM."""
+    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in load("h200/marlin.json")["rows"]}
+    shapes = sorted({cell[1:3] for cell in times})
+    texts = []
+    for tokens in (1, 8, 32, 128):
+        ratios = [times["marlin_int4", *shape, tokens] / times["native", *shape, tokens] for shape in shapes]
+        texts.append(f"{min(ratios):.2f} to {max(ratios):.2f} at {tokens}")
+    return wrapped(
+        "Speed of a linear at 4 bits relative to vLLM's int4 linear (Marlin, groups of 128) on the same GPU, in three "
+        f"shapes: {', '.join(texts)} tokens (`benchmarks/results/h200/marlin.json`)."
     )
 
 
 def cpu_line() -> str:
     """One linear on the CPU beside torch's 16-bit one, how near logits are to exllamav3's, and memory."""
-    results = load("cpu/cpu_linear.json")
-    rows = [row for row in results["rows"] if row.get("in") == 4096 and row.get("out") == 14336 and "us" in row]
+    rows = [
+        row
+        for row in load("cpu/cpu_linear.json")["rows"]
+        if row.get("in") == 4096 and row.get("out") == 14336 and "us" in row
+    ]
     peer = {row["m"]: row["us"] for row in rows if row["kernel"] == "torch_bf16"}
     ours = {row["m"]: row["us"] for row in rows if (row.get("bits"), row.get("codebook")) == (4, "mul1")}
     speed = ", ".join(f"{peer[tokens] / ours[tokens]:.1f} at {tokens}" for tokens in (1, 16, 128))
     logits = [row["error"] for row in load("cpu/golden.json")["rows"] if row["subject"] == "logits"]
     memory = [row["peak_over_pack"] for row in load("cpu/memory.json")["rows"] if row["subject"] == "load"]
-    return _wrapped(
-        f"On two cores of an {results['meta']['cpu']}, a 4096 × 14336 linear at 4 bits has this speed relative to "
-        f"torch's bf16 one: {speed} tokens (`cpu_linear.json`). Logits of the {len(logits)} dense packs made by "
-        f"exllamav3 differ from its own by {min(logits):.1e} to {max(logits):.1e} relative (`golden.json`). Loading "
-        f"takes at most {max(memory):.2f} times the pack in memory (`memory.json`; all in `benchmarks/results/cpu/`)."
+    return wrapped(
+        f"CPU: speed of a 4096 × 14336 linear at 4 bits relative to torch's in bf16, {speed} tokens "
+        f"(`cpu_linear.json`). Logits of {len(logits)} dense packs made by exllamav3 differ from exllamav3's own by a "
+        f"relative error of {min(logits):.1e} to {max(logits):.1e} (`golden.json`). Loading takes at most "
+        f"{max(memory):.2f} times the size of the pack in memory (`memory.json`). These files are in "
+        "`benchmarks/results/cpu/`."
     )
 
 
 def demo_line() -> str:
     """What the demo recorded."""
-    results = load("cpu/demo.json")
-    row, meta = results["rows"][-1], results["meta"]
-    return _wrapped(
-        f"The demo on two cores of an {meta['cpu']}: {row['tokens_per_second']:.0f} tokens/s, and logits "
-        f"{row['kl']:.3f} nats a token (KL) from the 16-bit model's at {row['bits']:g} bits, without calibration "
-        "(`benchmarks/results/cpu/demo.json`)."
+    row = load("cpu/demo.json")["rows"][-1]
+    return wrapped(
+        f"The demo (SmolLM2-135M at {row['bits']:g} bits, quantized without calibration) generates "
+        f"{row['tokens_per_second']:.0f} tokens/s on the CPU; the KL divergence of its logits from the 16-bit model's "
+        f"is {row['kl']:.3f} nats a token (`benchmarks/results/cpu/demo.json`)."
     )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
-
-
-Cell = tuple[int, int, float, str, int]
-"""in, out, bits, codebook, tokens."""
-
-
-def _linears() -> tuple[dict[Cell, float], dict[Cell, float], dict[tuple[int, int, int], float]]:
-    """Microseconds of our linears, of exllamav3's better mode, and of cuBLAS by (in, out, tokens)."""
-    ours: dict[Cell, float] = {}
-    peer: dict[Cell, float] = {}
-    dense = {}
-    for row in load("h200/linear.json")["rows"]:
-        if row["kernel"] == "cublas_bf16":
-            dense[row["in"], row["out"], row["m"]] = row["us"]
-            continue
-        cell = (row["in"], row["out"], row["bits"], row["codebook"], row["m"])
-        target = ours if row["kernel"] == "native" else peer
-        target[cell] = min(row["us"], target.get(cell, math.inf))
-    return ours, peer, dense
-
-
-def linear_tables() -> str:
-    """Every shape at 4 bits, and how all cells compare with exllamav3."""
-    ours, peer, dense = _linears()
-    shapes = sorted({cell[:2] for cell in ours}, key=lambda shape: (shape[0] * shape[1], shape[0]))
-    tokens = sorted({cell[4] for cell in ours})
-    lines = [
-        "mul1, K = 4, µs (times as fast as exllamav3 / as cuBLAS bf16; – where that was not timed):",
-        "",
-        "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
-        "|---|" + "---|" * len(tokens),
-    ]
-    for shape in shapes:
-        texts = []
-        for count in tokens:
-            cell: Cell = (*shape, 4, "mul1", count)
-            other = f"{peer[cell] / ours[cell]:.2f}" if cell in peer else "–"
-            texts.append(f"{ours[cell]:.1f} ({other} / {dense[*shape, count] / ours[cell]:.2f})")
-        lines.append(f"| {shape[0]}×{shape[1]} | " + " | ".join(texts) + " |")
-    lines += [
-        "",
-        "Times as fast as exllamav3's better mode, over all shapes and bit rates that both were timed at: least, "
-        "geometric mean (cells).",
-        "",
-        "| codebook | M = 1–2 | 4–8 | 16 | 32–128 |",
-        "|---|---|---|---|---|",
-    ]
-    for codebook in ("mul1", "mcg", "3inst"):
-        texts = []
-        for low, high in ((1, 2), (4, 8), (16, 16), (32, 128)):
-            ratios = [
-                peer[cell] / ours[cell]
-                for cell in ours
-                if cell in peer and cell[3] == codebook and low <= cell[4] <= high
-            ]
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0
-            texts.append(f"{min(ratios):.2f}, {mean:.2f} ({len(ratios)})" if ratios else "–")
-        lines.append(f"| {codebook} | " + " | ".join(texts) + " |")
-    large = max(shapes, key=lambda shape: shape[0] * shape[1])
-    shares = []
-    for bits in sorted({cell[2] for cell in ours if cell[3] == "mul1"}):
-        us = ours[*large, bits, "mul1", 1]
-        shares.append(f"{large[0] * large[1] * bits / 8e3 / us / _READ_GBPS:.0%} at K = {bits:g}")
-    lines += [
-        "",
-        _wrapped(f"Share of {_READ_GBPS / 1e3:.1f} TB/s on {large[0]}×{large[1]} at M = 1: {', '.join(shares)}."),
-        *marlin_lines(),
-    ]
-    return "\n".join(lines)
-
-
-def marlin_lines() -> list[str]:
-    """vLLM's own int4 linear beside ours, in one process."""
-    results = load("h200/marlin.json")
-    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in results["rows"]}
-    tokens = sorted({cell[3] for cell in times})
-    lines = [
-        _wrapped(
-            "vLLM's own int4 linear (Marlin, 16-bit activations, groups of 128), µs, and times as fast as it that mul1 "
-            f"at K = 4 is, in one process with the kernels of {results['meta']['date']} "
-            "(`benchmarks/results/h200/marlin.json`):"
-        ),
-        "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
-        "|---|" + "---|" * len(tokens),
-    ]
-    for shape in sorted({cell[1:3] for cell in times}):
-        cells = [(times["marlin_int4", *shape, m], times["native", *shape, m]) for m in tokens]
-        texts = [f"{theirs:.1f} ({theirs / ours:.2f})" for theirs, ours in cells]
-        lines.append(f"| {shape[0]}×{shape[1]} | " + " | ".join(texts) + " |")
-    return lines
 
 
 def readme_part() -> str:
     """The measured part of README.md."""
-    return "\n".join((gpu_table(), prefill_line(), moe_line(), serve_line(), cpu_line(), demo_line()))
+    parts = (machines_line, gpu_table, marlin_line, prefill_line, moe_line, serve_line, cpu_line, demo_line)
+    return "\n".join(part() for part in parts)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_part,
-    "docs/kernels-gpu.md": linear_tables,
+    "docs/kernels-gpu.md": lambda: linear_tables(load("h200/linear.json"), load("h200/marlin.json")),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
     "docs/serving.md": lambda: serve_tables(load("h200/serve.json")),
 }
