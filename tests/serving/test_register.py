@@ -141,6 +141,14 @@ def test_vllm_gets_here_even_where_another_plugin_takes_the_name(monkeypatch: py
 )
 def test_only_exl3_declarations_are_claimed(declared: Any, claimed: str | None) -> None:
     assert Exl3Config.override_quantization_method(declared, None, hf_config=None, unknown=1) == claimed
+    assert Exl3Config.override_quantization_method(declared, "exl3") == claimed
+
+
+@pytest.mark.parametrize("other", ["fp8", "gptq", "bitsandbytes"])
+def test_a_flag_that_names_another_method_is_refused_with_both_names(other: str) -> None:
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 64}
+    with pytest.raises(ValueError, match=rf"(?s)config \(exl3\) does not match .* \({other}\)"):
+        EngineArgs(model=str(PACKS / "llama_tied-3.0-mul1"), quantization=other, **options).create_engine_config()
 
 
 def opened(name: str = "llama_tied-3.0-mul1") -> Exl3Config:

@@ -144,7 +144,8 @@ class Exl3Config(QuantizationConfig):
             method = hf_quant_cfg.get("quant_method")
         else:
             method = getattr(hf_quant_cfg, "quant_method", None)
-        return "exl3" if str(method).lower() == "exl3" else None
+        # Claiming a pack for which --quantization names another method would drop the flag; vLLM refuses the two names.
+        return "exl3" if str(method).lower() == "exl3" and user_quant in (None, "exl3") else None
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None, **_: Any
