@@ -1,5 +1,6 @@
 """The backend that calls exllamav3: which of its layers are made, kept and dropped, with a stand-in for the package."""
 
+import dataclasses
 import gc
 import sys
 from importlib import metadata
@@ -11,6 +12,10 @@ import pytest
 import torch
 
 from vllm_exl3.cuda import exllamav3
+from vllm_exl3.cuda.moe_by_expert import moe_exllamav3
+from vllm_exl3.ops import backends
+from vllm_exl3.ops.linear import linear_reference
+from vllm_exl3.ops.moe import moe_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
 
@@ -107,3 +112,37 @@ def test_another_version_than_was_tried_is_named(installed: str, monkeypatch: py
     monkeypatch.setattr(metadata, "version", {"exllamav3": installed}.__getitem__)
     reason = None if installed == "1.6.5" else f"exllamav3 {installed} is installed, 1.6.5 is needed"
     assert exllamav3.unavailable() == reason
+
+
+@pytest.mark.parametrize(
+    ("unusable", "serves"),
+    [((), "native"), (("native", "reconstruct"), "exllamav3"), (("native", "reconstruct", "exllamav3"), "reference")],
+)
+@pytest.mark.parametrize(("op", "reference"), [("linear", linear_reference), ("moe", moe_reference)])
+def test_auto_takes_it_only_where_the_own_kernels_cannot_run(
+    op: str, reference: Any, unusable: tuple[str, ...], serves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_EXL3_LINEAR_KERNEL", raising=False)
+    monkeypatch.delenv("VLLM_EXL3_MOE_KERNEL", raising=False)
+    monkeypatch.setattr(backends, "_choices", {})
+    backends.select(op, "cuda", reference)  # registers them
+    known = [
+        dataclasses.replace(backend, unavailable=lambda name=backend.name: "no" if name in unusable else None)
+        for backend in backends._backends[op, "cuda"]
+    ]
+    assert {"native", "exllamav3"} <= {backend.name for backend in known}
+    monkeypatch.setattr(backends, "_backends", {(op, "cuda"): known})
+    monkeypatch.setattr(backends, "_choices", {})
+    choice = backends.select(op, "cuda", reference)
+    assert choice.backend.name == serves
+    before = [backend.name for backend in known]
+    before = before[: before.index(serves)] if serves in before else before
+    assert choice.declined == dict.fromkeys(before, "no")
+
+
+@pytest.mark.parametrize("kernels", [moe_exllamav3, moe_reference])
+def test_experts_that_read_the_routing_cannot_be_captured(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = type("OnGpu", (), {"device": torch.device("cuda", 0)})()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="no CUDA graph can hold: serve with --enforce-eager"):
+        kernels(x)

@@ -170,7 +170,7 @@ def check_shared(layer: Layer, limits: GpuLimits) -> None:
                 f"routed experts of {layer.hidden} and {layer.intermediate} channels, {layer.experts} of them: found "
                 f"{limits.shared_memory} bytes of shared memory in a block of this GPU ({limits.architecture}), "
                 f"expected {needed}. Use tensor parallelism, which divides the second width, or "
-                "VLLM_EXL3_MOE_KERNEL=reference."
+                "VLLM_EXL3_MOE_KERNEL=reference with --enforce-eager."
             )
 
 

@@ -9,12 +9,17 @@ import torch
 
 from vllm_exl3.cpu.moe import grouped_experts
 from vllm_exl3.cuda import exllamav3
-from vllm_exl3.ops.moe import MoECall
+from vllm_exl3.ops.moe import MoECall, refuse_capture
 
 __all__ = ["moe_exllamav3"]
 
 
 def moe_exllamav3(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """The op; arguments as `vllm_exl3.ops.moe.moe` without the layer class."""
+    """The op; arguments as `vllm_exl3.ops.moe.moe` without the layer class.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    refuse_capture("exllamav3", x.device)
     call = MoECall(*arguments)
     return grouped_experts(exllamav3.linear, x, call._replace(table=call.table.cpu()))

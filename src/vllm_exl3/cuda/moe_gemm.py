@@ -164,7 +164,7 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
         raise ValueError(
             f"routed experts on a GPU of {limits.multiprocessors} multiprocessor, expected {form.cluster} or more: as "
             "many share a row block. Serve on a GPU, or a part of one, that has them, or with "
-            "VLLM_EXL3_MOE_KERNEL=reference."
+            "VLLM_EXL3_MOE_KERNEL=reference and --enforce-eager."
         )
     shared = _BARRIER_BYTES + ring["ring_stages"] * ring["ring_stride"]
     return Gemm(threads, shared, resident, form.cluster, values)

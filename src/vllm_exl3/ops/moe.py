@@ -17,7 +17,7 @@ from vllm_exl3.ops.experts import unpack_expert
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import pack_shards
 
-__all__ = ["Flat", "MoECall", "local_ids", "moe", "moe_reference"]
+__all__ = ["Flat", "MoECall", "local_ids", "moe", "moe_reference", "refuse_capture"]
 
 Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Trellis, suh, svh and bias of a layer's experts, one projection after the other."""
@@ -115,8 +115,26 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
     return torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
 
 
+def refuse_capture(backend: str, device: torch.device) -> None:
+    """Say why a kernel that reads the routing on the host cannot be captured, before CUDA says it in other words.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured on the device.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the {backend} kernels of routed experts read the routing on the host, which no CUDA graph can hold: "
+            "serve with --enforce-eager, or set VLLM_EXL3_MOE_KERNEL=native"
+        )
+
+
 def moe_reference(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """The op in plain PyTorch, in float32: what every backend is compared with, and the last resort."""
+    """The op in plain PyTorch, in float32: what every backend is compared with, and the last resort.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    refuse_capture("reference", x.device)
     call = MoECall(*arguments)
     ids = local_ids(call.topk_ids, call.expert_map)
     output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
