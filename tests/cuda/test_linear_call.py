@@ -61,11 +61,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDevice]:
     linear._way_to_serve.cache_clear()
 
 
-def call(rows: int, form: Form | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.zeros(rows, 300, dtype=torch.bfloat16)[:, :256]
+def call(
+    rows: int, form: Form | None = None, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.zeros(rows, 300, dtype=dtype)[:, :256]
     trellis = torch.zeros(sum(shard.trellis_words for shard in SHARDS), dtype=torch.int16)
     suh, svh = torch.zeros(512, dtype=torch.float16), torch.zeros(768, dtype=torch.float16)
-    return x, linear.linear(x, trellis, suh, svh, None, pack_shards(SHARDS), form=form, rotated=False)
+    return x, linear.linear(x, trellis, suh, svh, bias, pack_shards(SHARDS), form=form, rotated=False)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
@@ -79,6 +81,34 @@ def test_few_rows_are_one_launch_of_all(device: NotingDevice, rows: int) -> None
 def test_no_rows_launch_nothing(device: NotingDevice) -> None:
     _, out = call(0)
     assert out.shape == (0, WIDTH) and not device.launches
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        torch.zeros(WIDTH - 1),
+        torch.zeros(WIDTH + 1),
+        torch.zeros(2 * WIDTH)[::2],
+        torch.zeros(WIDTH, dtype=torch.float64),
+        torch.zeros(WIDTH, dtype=torch.int32),
+    ],
+    ids=["short", "long", "strided", "float64", "integers"],
+)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_bias_that_kernels_would_misread_is_refused(device: NotingDevice, rows: int, bias: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"bias: found .* expected {WIDTH} contiguous"):
+        call(rows, bias=bias)
+    assert not device.launches
+    call(rows, bias=torch.zeros(WIDTH, dtype=torch.float16))
+    assert device.launches
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_no_kernel_reads_is_named(device: NotingDevice, rows: int, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"found {dtype}, expected torch.float16, torch.bfloat16, torch.float32"):
+        call(rows, dtype=dtype)
+    assert not device.launches
 
 
 @pytest.mark.parametrize("rows", [16, 17, 47, 48])

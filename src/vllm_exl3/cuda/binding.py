@@ -9,9 +9,17 @@ import torch
 from vllm_exl3.cuda.geometry import ShardOffsets
 from vllm_exl3.ops.shards import Shard
 
-__all__ = ["ELEMENTS", "bind", "check_flat", "flat_sizes"]
+__all__ = ["ELEMENTS", "bind", "check_bias", "check_flat", "flat_sizes"]
 
-ELEMENTS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+class _Elements(dict[torch.dtype, int]):
+    """Numbers by dtype; of another dtype they say what is served, at no cost to calls that are."""
+
+    def __missing__(self, dtype: torch.dtype) -> int:
+        raise ValueError(f"found {dtype}, expected {', '.join(map(str, self))}: the kernels read no others")
+
+
+ELEMENTS = _Elements({torch.float16: 0, torch.bfloat16: 1, torch.float32: 2})
 """``Element`` of types.cuh."""
 
 
@@ -81,3 +89,12 @@ def check_flat(shards: tuple[Shard, ...], trellis: torch.Tensor, suh: torch.Tens
             )
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name}: address {tensor.data_ptr():#x} is not a multiple of 16, which bulk copies need")
+
+
+def check_bias(bias: torch.Tensor, columns: int) -> None:
+    """Refuse a bias that a kernel would read past the end of, or misread."""
+    if bias.dtype not in ELEMENTS or bias.numel() != columns or not bias.is_contiguous():
+        raise ValueError(
+            f"bias: found {bias.dtype} {tuple(bias.shape)} with strides {bias.stride()}, expected {columns} contiguous "
+            "floats of 16 or 32 bits"
+        )

@@ -21,6 +21,7 @@ __all__ = [
     "ROW_PAD",
     "UNIT_IN",
     "Arithmetic",
+    "Codes",
     "Form",
     "GpuLimits",
     "LinearArgs",
@@ -40,6 +41,9 @@ UNIT_IN, HALF_TILES, ROW_PAD = 64, 4, 32
 """Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after each row."""
 
 _NARROW = 16
+
+Codes = tuple[tuple[int, int], ...]
+"""(half_bits, codebook) of what a launch multiplies, a fused layer's shards or a layer's experts: sorted, each once."""
 
 
 class Arithmetic(IntEnum):

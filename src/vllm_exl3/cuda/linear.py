@@ -7,7 +7,7 @@ import torch
 
 from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
-from vllm_exl3.cuda.binding import bind, check_flat, flat_sizes
+from vllm_exl3.cuda.binding import bind, check_bias, check_flat, flat_sizes
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan
 from vllm_exl3.cuda.narrow import MANY, plan_narrow, serves_many
@@ -51,12 +51,17 @@ def linear(
 
     Returns:
         ``[M, sum of crop sizes]`` in x's dtype.
+
+    Raises:
+        ValueError: a tensor's dtype, size or layout disagrees with the shards, or no kernel serves them on this GPU.
     """
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
     every = cached_shards(tuple(shards))
     check_flat(every, trellis, suh, svh)
     out = x.new_empty((x.shape[0], flat_sizes(every)[3]))
+    if bias is not None:
+        check_bias(bias, out.shape[1])
     if out.shape[0] == 0:
         return out
     if len(every) <= MAX_SHARDS:

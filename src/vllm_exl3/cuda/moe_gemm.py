@@ -1,17 +1,13 @@
 """Which kernel multiplies a layer's experts in which form, and what it holds: arithmetic, without torch or a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, GpuLimits
+from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, Codes, GpuLimits
 from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
 from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["FEW_KINDS", "Gemm", "exact", "forms", "gemm_instance", "narrow_blocks", "plan_gemm"]
-
-Codes = Sequence[tuple[int, int]]
-"""(2·K, codebook) of what occurs in a layer."""
 
 _WIDE_BLOCKS = {32: 4, 64: 3, 128: 1, 256: 1}
 """Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks: what registers suffice for."""

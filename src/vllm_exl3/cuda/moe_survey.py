@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.moe import instances
 from vllm_exl3.cuda.moe_geometry import Layer
-from vllm_exl3.cuda.survey import Codes, codes_of
+from vllm_exl3.cuda.survey import codes_of
 from vllm_exl3.pack.pack import Pack
 
 __all__ = ["expert_codes", "expert_instances"]

@@ -5,17 +5,14 @@ from collections.abc import Iterable
 from vllm_exl3.cuda import narrow, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.dequantize import dequantize_instance
-from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
 from vllm_exl3.pack.stored import Codebook, StoredLinear
 
-__all__ = ["Codes", "codes_of", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
-
-Codes = tuple[tuple[int, int], ...]
-"""(half_bits, codebook) of the shards of a fused layer, sorted, each once."""
+__all__ = ["codes_of", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
 
 _SHARED_MEMORY = {"sm_80": 166912, "sm_90a": 232448, "sm_100a": 232448, "sm_103a": 232448}
 """Bytes of shared memory that a block may use; 101376 on the architectures that are not listed."""
