@@ -274,6 +274,13 @@ def test_leftovers_are_an_error_unless_skipped_on_purpose(pack_of: MakePack) -> 
     resolver.raise_if_unmatched(lambda key: "another pipeline stage" if ".layers.1." in key else None)
 
 
+def test_modules_that_have_their_tensors_are_not_said_to_lack_them(pack_of: MakePack) -> None:
+    resolver = NameResolver(pack_of("model.layers.0.mlp.down_proj", "model.layers.7.mlp.down_proj"))
+    resolver.resolve("model.layers.0.mlp.down_proj")
+    with pytest.raises(Exl3PackError, match=r"layers\.7\.mlp.*all modules of the model have their tensors.*left over"):
+        resolver.raise_if_unmatched()
+
+
 def test_row_coded_embedding_is_found_without_a_prefix() -> None:
     folder = Path(__file__).parents[1] / "data/packs/qwen3-2.25-mul1-emb4"
     resolver = NameResolver(Pack.open(folder))

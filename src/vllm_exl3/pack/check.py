@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_exl3.pack.check_config import config_faults
+from vllm_exl3.pack.check_experts import expert_faults
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
 from vllm_exl3.pack.files import INDEX, missing_file_fault, no_config_fault
@@ -26,7 +28,7 @@ __all__ = ["check", "find_faults", "find_warnings"]
 _FOREIGN_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "I8", "U8")
 _SAMPLES = 3
 _NUMBERS = 8
-"""Layers or experts that a message lists; a damaged count may claim any number of them."""
+"""Layers that a message lists; a damaged count may claim any number of them."""
 
 _SCALES_AND_MARKERS = (".suh", ".svh", ".su", ".sv", ".mcg", ".mul1")
 
@@ -58,11 +60,13 @@ def find_faults(pack: Pack) -> Iterator[Exl3PackError]:
         yield no_config_fault(pack.source)
     yield from _index_faults(pack)
     yield from _declaration_faults(pack)
+    yield from config_faults(pack)
     yield from audit_ledger(pack).faults
     yield from _orphans(pack)
     yield from _marker_faults(pack)
     yield from _foreign_weights(pack)
     yield from _gaps(pack)
+    yield from expert_faults(pack)
     yield from _absent_head(pack)
 
 
@@ -199,8 +203,7 @@ def _foreign_weights(pack: Pack) -> Iterator[Exl3PackError]:
 
 
 def _gaps(pack: Pack) -> Iterator[Exl3PackError]:
-    """Layers or experts that config.json counts and no file holds."""
-    remedy = "A file of the pack is missing or config.json is of another model: fetch the pack again."
+    """Layers that config.json counts and no file holds."""
     present = {int(match[1]) for name in pack.tensors if (match := MAIN_LAYER.match(name))}
     absent = list(islice((layer for layer in range(main_layers(pack.config)) if layer not in present), _NUMBERS))
     if present and absent:
@@ -208,31 +211,8 @@ def _gaps(pack: Pack) -> Iterator[Exl3PackError]:
             f"no tensor of layer {', '.join(map(str, absent))}",
             f"{main_layers(pack.config)} layers as config.json says",
             pack.source,
-            remedy,
+            "A file of the pack is missing or config.json is of another model: fetch the pack again.",
         )
-    declared = _declared_experts(pack.config)
-    for group in pack.experts.values():
-        count = declared or max(group.members) + 1
-        roles = set(group.roles)
-        incomplete = (index for index in range(count) if set(group.members.get(index, ())) != roles)
-        missing = list(islice(incomplete, _NUMBERS))
-        extra = [index for index in group.experts if index >= count]
-        if missing or extra:
-            numbers = ", ".join(map(str, (missing or extra)[:_NUMBERS]))
-            yield _fault(
-                f"experts {numbers} {'incomplete' if missing else 'too many'}",
-                f"{count} experts with {', '.join(group.roles)} each",
-                f"{group.key}.experts in {pack.source}",
-                remedy,
-            )
-
-
-def _declared_experts(config: Mapping[str, Any]) -> int:
-    for holder in text_configs(config):
-        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-            if isinstance(holder.get(name), int):
-                return int(holder[name])
-    return 0
 
 
 def _absent_head(pack: Pack) -> Iterator[Exl3PackError]:

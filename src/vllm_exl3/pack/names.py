@@ -140,13 +140,23 @@ class NameResolver:
         stored = ", ".join(left[:_SAMPLES])
         asked = [prefix for prefix in self._asked if prefix]
         unmatched = [prefix for prefix in asked if self._keys_quietly(prefix) is None]
-        samples = ", ".join((unmatched or asked)[:_SAMPLES]) or "none"
+        if asked and not unmatched:
+            without = "all modules of the model have their tensors"
+            remedy = (
+                "These are left over from another revision, or config.json is of another model: fetch the pack again. "
+                "If both are as its maker published them, report it"
+            )
+        else:
+            without = f"the model's modules without a match: {', '.join(unmatched[:_SAMPLES]) or 'none'}"
+            remedy = (
+                "The pack is of another architecture than config.json says, or vLLM's model class names its "
+                "modules in a new way: report it"
+            )
         raise Exl3PackError(
             found=f"{len(left)} EXL3 linears that no module of the model asks for ({stored}), {matched} matched",
-            expected=f"every one to be asked for; the model's modules without a match: {samples}",
+            expected=f"every one to be asked for; {without}",
             where=self.pack.source,
-            remedy="The pack is of another architecture than config.json says, or vLLM's model class names its "
-            "modules in a new way: report it with the output of `vllm-exl3 inspect`.",
+            remedy=f"{remedy} with the output of `vllm-exl3 inspect`.",
         )
 
     def _fill(self, map_name: Callable[[str], str | None]) -> None:
