@@ -1,9 +1,10 @@
-"""Every kernel compiles for every architecture, without a GPU, without spills and without serialised wgmma."""
+"""Every kernel compiles for every architecture, without a GPU, spills in loops of products or serialised wgmma."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.cuda.sass import spills_beside_products
 from vllm_exl3.cuda import compiler, narrow, narrow_memory
 from vllm_exl3.cuda.compiler import (
     ARCHITECTURES,
@@ -37,8 +38,8 @@ QUICK = ((2, 0), (3, 2), (8, 1), (8, 2), (10, 2), (7, 2), (12, 1), (16, 2))
 
 
 def _tolerated(instance: Instance) -> int:
-    """Bytes of spills that are known: the prefill kernels spill at the end of a tile, not in the loop."""
-    return 160 if instance.entry.startswith("exl3_prefill") else 0
+    """Bytes of spills that cost nothing outside loops of products: the prefill kernels have theirs at a tile's end."""
+    return 160 if instance.entry.startswith("exl3_prefill") else 16
 
 
 def _compile(instances: list[Instance], architecture: str) -> None:
@@ -48,6 +49,7 @@ def _compile(instances: list[Instance], architecture: str) -> None:
         assert cubin.image.startswith(b"\x7fELF"), instance
         assert cubin.registers > 0, cubin.log
         assert cubin.spill_bytes <= _tolerated(instance), (instance, architecture, cubin.log)
+        assert not cubin.spill_bytes or not spills_beside_products(cubin.image), (instance, architecture)
         assert cubin.stack_bytes == 0 or cubin.spill_bytes, (instance, architecture, cubin.log)
         assert not cubin.serialised, (instance, architecture, cubin.serialised)
 

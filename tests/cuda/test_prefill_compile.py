@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cuda.sass import spills_beside_products
 from vllm_exl3.cuda import narrow, prefill_int8
 from vllm_exl3.cuda.compiler import compile_instance, compiler_unavailable
 from vllm_exl3.cuda.geometry import Form
@@ -20,6 +21,7 @@ def test_fused_layers_compile(architecture: str) -> None:
     assert dict(largest.macros)["INSTANCE_KINDS"] == "PrefillKind<6, 1>, PrefillKind<8, 2>, PrefillKind<10, 2>"
     cubin = compile_instance(largest, architecture)
     assert cubin.spill_bytes <= 160 and not cubin.serialised
+    assert not spills_beside_products(cubin.image)
 
 
 @pytest.mark.parametrize("half_bits", [4, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (2, 3, 5, 6, 7, 8))])
