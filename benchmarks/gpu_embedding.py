@@ -23,7 +23,7 @@ from vllm_exl3.cuda.timing import copy_bandwidth, replayed
 from vllm_exl3.ops.embedding import embedding_reference
 from vllm_exl3.ops.ngram import ngram_reference
 from vllm_exl3.ops.ngram_tables import MemoryTable, PinnedRows
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 RESULTS = Path(__file__).parent / "results" / "h200" / "embedding.json"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"keep the rows in {RESULTS.name}")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    need_gpus()
     failed = 0
     if arguments.check:
         results = list(checks())

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 CONTEXTS = (32768, 131072, 262144)
 
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this long")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    need_gpus()
     if importlib.util.find_spec("vllm") is None:
         sys.exit("vLLM is not installed")
     started = time.perf_counter()

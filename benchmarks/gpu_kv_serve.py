@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 PROMPT = 131072
 NEW = 129
@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()), help="where the engines' logs go")
     arguments = parser.parse_args()
+    need_gpus()
     if arguments.subject == "speed" and (unknown := set(arguments.values) - set(KINDS)):
         sys.exit(f"speed {' '.join(sorted(unknown))}: expected {', '.join(KINDS)}")
     speeds = arguments.subject == "speed"

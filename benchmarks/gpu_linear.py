@@ -26,7 +26,7 @@ from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))
 
@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("--codebooks", type=int, nargs="*", default=[2, 1, 0])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    need_gpus()
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "little")
     good = check(seed) if arguments.check else True
     rows: list[dict[str, object]] = []

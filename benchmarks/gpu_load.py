@@ -42,7 +42,7 @@ from benchmarks.dense_8b import KINDS, SHAPE, write_bf16_config
 from benchmarks.engine_start import inspect_models_here
 from vllm_exl3.tools.pack_writer import PackTensor, write_safetensors
 from vllm_exl3.tools.random_pack import write_random_pack
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 COMMAND = "python benchmarks/gpu_load.py"
 SMALL = {"hidden": 256, "intermediate": 512, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 128, "vocab": 512}
@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the models are written for the while; 10 GB")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    need_gpus()
     shapes = {"exl3": SHAPE, "bf16": OF_EQUAL_BYTES}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         root = Path(temporary)

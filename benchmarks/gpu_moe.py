@@ -30,7 +30,7 @@ from vllm_exl3.cuda.moe_timing import copies_for, random_routing
 from vllm_exl3.cuda.timing import replayed
 from vllm_exl3.ops.experts import projection_kinds
 from vllm_exl3.tools.expert_layout import lay_out_experts
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048, 8192)
 
@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="")
     arguments = parser.parse_args()
+    need_gpus()
     FORMS[:] = arguments.forms
     right = check(arguments.seed, arguments.only) if arguments.check else True
     if arguments.vllm or arguments.peer:

@@ -31,6 +31,7 @@ from vllm_exl3.cuda.prefill_plan import TILES
 from vllm_exl3.cuda.timing import Rotation, dense_weights, replayed_in_turns
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.results import need_gpus
 
 _FEW = 512
 """Tokens up to which a linear is short."""
@@ -169,6 +170,7 @@ def main() -> int:
     parser.add_argument("--codebooks", type=int, nargs="*", default=[2, 1, 0])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    need_gpus()
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "little")
     good = check(seed) if arguments.check else True
     if not good or not (arguments.time or arguments.tiles or arguments.reconstruct or arguments.cliffs):

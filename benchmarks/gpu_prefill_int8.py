@@ -27,6 +27,7 @@ from vllm_exl3.cuda.prefill_plan import INT8_TILES, PrefillArgs
 from vllm_exl3.cuda.timing import Rotation, cublas_us, replayed
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.results import need_gpus
 
 LOOP_TOPS = 1303.0
 """What a loop of int8 products with decoding reached without loads on an H200 (docs/kernels-gpu.md)."""
@@ -113,6 +114,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="*", default=[2048, 128, 256, 1024, 8192, 4096, 512])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    need_gpus()
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(3), "little")
     good = check(seed) if arguments.check else True
     if not good or not (arguments.time or arguments.tiles):

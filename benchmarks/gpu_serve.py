@@ -38,7 +38,7 @@ from benchmarks.dense_8b import KINDS, SHAPE
 from benchmarks.engine_start import inspect_models_here, leave_out_top_k
 from vllm_exl3.ops import backends
 from vllm_exl3.tools.random_pack import write_random_pack
-from vllm_exl3.tools.results import write_results
+from vllm_exl3.tools.results import need_gpus, write_results
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 """Of engines that answer a little."""
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--wait", action="store_true", help="of speed: say READY, and begin when a line comes in")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    need_gpus()
     if importlib.util.find_spec("vllm") is None:
         sys.exit("vLLM is not installed")
     for row in rows_of(arguments.subject, arguments.values, arguments.batches, arguments.wait):

@@ -2,7 +2,7 @@
 """EXL3 packs over two GPUs: tensor, expert, pipeline and data parallel against one GPU, speed, a rank that dies.
 
     python benchmarks/gpu_two.py all [--out benchmarks/results/h200-x2/two.json] [--seconds 230] [--only NAME ...]
-    python benchmarks/gpu_two.py all --cpu --only ...       the same on two CPU ranks, to try the script itself
+    python benchmarks/gpu_two.py all --cpu --out FILE --only ...    the same on two CPU ranks, to try the script itself
 
 Engines start side by side, since starting is most of what it takes; those whose speed is measured begin when the
 others are gone, one after another. Rows are written as they come. What single processes do has commands of its own
@@ -21,6 +21,7 @@ os.environ.setdefault("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.two_jobs import SPEEDS, run_all
+from vllm_exl3.tools.results import need_gpus
 
 PACKS = Path(__file__).parents[1] / "tests/data/packs"
 RESULTS = Path(__file__).parent / "results/h200-x2/two.json"
@@ -73,6 +74,10 @@ def main(words: list[str] | None = None) -> None:
     shape = _TINY if arguments.cpu else SHAPE
     work: Path = arguments.work or Path("/tmp/exl3-two")
     if arguments.command == "all":
+        if not arguments.cpu:
+            need_gpus(2)
+        elif arguments.out is None:
+            sys.exit("--cpu needs --out FILE: the usual file has what was measured on GPUs.")
         run_all(
             main,
             work=work,

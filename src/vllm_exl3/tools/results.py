@@ -10,11 +10,14 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measured_on", "write_results"]
+from vllm_exl3.pack.wording import counted
+
+__all__ = ["measured_on", "need_gpus", "write_results"]
 
 Row = Mapping[str, Any]
 
@@ -67,6 +70,16 @@ def measured_on(machine: str, command: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": command,
     }
+
+
+def need_gpus(count: int = 1) -> None:
+    """End the program, in a sentence, where this machine has fewer NVIDIA GPUs than it measures.
+
+    The driver's own program is asked: to ask torch would start CUDA in a process that may fork engines.
+    """
+    found = len((_output("nvidia-smi", "--list-gpus") or "").splitlines())
+    if found < count:
+        sys.exit(f"This measures {counted(count, 'NVIDIA GPU')}; nvidia-smi lists {found or 'none'} here.")
 
 
 def _gpu() -> tuple[str | None, str | None]:
