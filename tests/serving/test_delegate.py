@@ -134,7 +134,11 @@ def test_a_policy_serves_sixteen_bits_as_stored(variant: Callable[..., Path]) ->
         ({"non_routed_dtype_policy": "as_is"}, "non_routed_dtype_policy 'as_is'; expected '' or 'bf16_as_stored'"),
         ({"non_routed_quantization": "fp8"}, "non_routed_quantization 'fp8'; expected the source model's"),
         ({"mtp_experts": "fp4"}, "mtp_experts 'fp4'; expected 'exl3' or 'source'"),
-        ({"mtp_experts_start_layer": "40"}, "mtp_experts_start_layer '40'; expected the number of a layer"),
+        *(
+            ({"mtp_experts_start_layer": layer}, f"mtp_experts_start_layer {layer!r}; expected the number of a layer")
+            for layer in ("40", -1, True, 2.0)
+        ),
+        ({"non_routed_quantization": {"quant_method": "EXL3"}}, "with quant_method exl3; expected the source model's"),
     ],
 )
 def test_keys_without_a_meaning_are_refused(keys: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from tests.serving.conftest import Tensors
@@ -14,9 +15,10 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import Codebook, StoredLinear, StoredTensor
 from vllm_exl3.serving.loading import LoadedParts
-from vllm_exl3.serving.unloaded import is_target_s, watched
+from vllm_exl3.serving.unloaded import is_target_s, watched, watched_experts
 
 ODD = "llama_odd-4.0-mul1"
+QWEN = "qwen3_moe-3.0-mul1"
 
 
 def without(prefix: str) -> Callable[[Tensors], None]:
@@ -38,6 +40,69 @@ def without(prefix: str) -> Callable[[Tensors], None]:
 def test_a_layer_of_which_nothing_is_stored_is_refused(variant: Callable[..., Path], prefix: str, named: str) -> None:
     with pytest.raises(Exl3PackError, match=named), engine(variant(ODD, without(prefix))):
         pass
+
+
+def with_16_bit_experts(tensors: Tensors, absent: str) -> None:
+    """Layer 1 with experts in 16 bits, but for one tensor."""
+    prefix, (hidden, inner) = "model.layers.1.mlp.experts.", (256, 128)
+    without(prefix)(tensors)
+    for expert in range(8):
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            tensors[f"{prefix}{expert}.{name}_proj.weight"] = torch.full(shape, 0.01, dtype=torch.float16)
+    tensors.pop(f"{prefix}{absent}.weight", None)
+
+
+def test_a_16_bit_expert_that_is_not_stored_is_refused(variant: Callable[..., Path]) -> None:
+    folder = variant(QWEN, lambda tensors: with_16_bit_experts(tensors, "5.up_proj"))
+    with pytest.raises(Exl3PackError, match=r"layers\.1\.mlp\.experts.*found 1 of 8 experts"), engine(folder):
+        pass
+
+
+def test_16_bit_experts_beside_exl3_ones_are_served(variant: Callable[..., Path]) -> None:
+    with engine(variant(QWEN, lambda tensors: with_16_bit_experts(tensors, "none"))) as llm:
+        assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
+
+
+class FakeExperts(FusedMoEMethodBase):
+    """Keeps weights as vLLM's method for 16 bits does, with room for padding."""
+
+    def __init__(self, gated: bool) -> None:
+        self.moe = SimpleNamespace(is_act_and_mul=gated)
+
+    def create_weights(self, layer: torch.nn.Module, *_: object) -> None:  # type: ignore[override]
+        rows = 8 if self.moe.is_act_and_mul else 4
+        layer.w13_weight = torch.nn.Parameter(torch.zeros(3, rows, 6, dtype=torch.bfloat16))
+        layer.w2_weight = torch.nn.Parameter(torch.zeros(3, 6, 4, dtype=torch.bfloat16))
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.w13_weight = torch.nn.Parameter(torch.full((2,), torch.nan))  # another layout, which is not looked at
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None: ...
+
+    def apply(self, *_: object) -> torch.Tensor:  # type: ignore[override]
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_of_which_a_projection_was_never_written_are_counted(gated: bool) -> None:
+    """Padding stays unwritten, without a complaint."""
+    for absent in ("none", "gate", "up", "down"):
+        method, layer = watched_experts(FakeExperts(gated), "some.experts"), torch.nn.Module()
+        method.create_weights(layer)
+        for expert in range(3):
+            for name, target in (
+                ("gate", layer.w13_weight.data[expert, :3, :5]),
+                ("up", layer.w13_weight.data[expert, 4:7, :5] if gated else torch.zeros(1)),
+                ("down", layer.w2_weight.data[expert, :5, :3]),
+            ):
+                if name != absent or expert == 1:
+                    target.fill_(1)
+        if absent == "none" or (absent == "up" and not gated):
+            method.process_weights_after_loading(layer)
+            method.process_weights_after_loading(layer)  # as reloading does
+        else:
+            with pytest.raises(Exl3PackError, match=r"some\.experts: found 2 of 3 experts"):
+                method.process_weights_after_loading(layer)
 
 
 class Model:

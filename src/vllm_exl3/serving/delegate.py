@@ -43,10 +43,16 @@ class SourceFormat:
         self._spec = raw.get("non_routed_quantization") or None
         if self._spec is not None and not isinstance(self._spec, Mapping):
             raise self._fault(f"non_routed_quantization {self._spec!r}", "the source model's quantization_config")
+        if self._name() == "exl3":
+            raise self._fault(
+                "non_routed_quantization with quant_method exl3",
+                "the source model's format; which layers are EXL3, their tensors say",
+                "Remove non_routed_quantization from config.json.",
+            )
         self._policy = self._choice(raw, "non_routed_dtype_policy", "", _AS_STORED)
         self._draft_experts = self._choice(raw, "mtp_experts", "exl3", "source")
         self._draft_start = raw.get("mtp_experts_start_layer")
-        if self._draft_start is not None and not isinstance(self._draft_start, int):
+        if self._draft_start is not None and (type(self._draft_start) is not int or self._draft_start < 0):
             raise self._fault(f"mtp_experts_start_layer {self._draft_start!r}", "the number of a layer")
         self._delegate: QuantizationConfig | None = None
         self._built: list[tuple[torch.nn.Module, str, tuple[str, ...]]] = []

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
-from vllm_exl3.serving.unloaded import watched
+from vllm_exl3.serving.unloaded import watched, watched_experts
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -34,13 +34,15 @@ def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> Quant
     return method
 
 
-def experts_method(config: "Exl3Config", layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
-    """The method of a layer of routed experts, or None where vLLM's own for 16 bits serves."""
+def experts_method(config: "Exl3Config", layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+    """The method of a layer of routed experts: that of the format of the other layers where none of them is EXL3."""
     group = config.names().resolve_experts(prefix)
     if group is None:
         method = config.source_format().experts(layer, prefix, config.mappers, config.packed_modules_mapping)
         config.report.add_dense(prefix, "no EXL3 experts stored" if method is None else _DECLARED)
-        return method
+        if method is None:
+            method = UnquantizedFusedMoEMethod(layer.moe_config)  # as vLLM would in place of None
+        return watched_experts(method, prefix) if isinstance(method, UnquantizedFusedMoEMethod) else method
     config.claimed.update(key for roles in group.members.values() for key in roles.values())
     return Exl3MoEMethod(config, prefix, layer, group)
 

@@ -1,7 +1,6 @@
 """Weights in 16 bits that no tensor was loaded into.
 
-vLLM looks for them in unquantized models only, and not in linears and embeddings: a pack that lacks one
-would be served with whatever lay in that memory.
+vLLM looks for them in unquantized models only: a pack that lacks one would be served with whatever lay in that memory.
 """
 
 import weakref
@@ -9,14 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3.pack.errors import Exl3PackError
 
-__all__ = ["is_target_s", "watched"]
+__all__ = ["is_target_s", "watched", "watched_experts"]
 
 Method = TypeVar("Method", bound=QuantizeMethodBase)
+Experts = TypeVar("Experts", bound=FusedMoEMethodBase)
 
+_REMEDY = "A file of the pack is missing, or config.json is of another model: fetch the pack again."
 
 _built: dict[int, tuple["weakref.ref[Any]", set[str]]] = {}
 """What each target model has built so far, by the identity of its configuration."""
@@ -74,6 +76,53 @@ def watched(method: Method, where: str) -> Method:
     return method
 
 
+def watched_experts(method: Experts, where: str) -> Experts:
+    """The same for a layer of routed experts in 16 bits.
+
+    Args:
+        method: the layer's method, which keeps ``w13_weight [experts, gate and up, hidden]`` and ``w2_weight
+            [experts, hidden, intermediate]``.
+        where: the layer's name, for the error.
+    """
+    create_weights, process_weights = method.create_weights, method.process_weights_after_loading
+    gated = method.moe.is_act_and_mul
+
+    def create_and_mark(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        create_weights(layer, *args, **kwargs)
+        for first in _first_values(layer, gated):
+            first.fill_(torch.nan)
+
+    def check_and_process(layer: torch.nn.Module) -> None:
+        _check_experts(where, _first_values(layer, gated))
+        process_weights(layer)
+
+    method.create_weights = create_and_mark  # type: ignore[method-assign]
+    method.process_weights_after_loading = check_and_process  # type: ignore[method-assign]
+    return method
+
+
+def _first_values(layer: torch.nn.Module, gated: bool) -> list[torch.Tensor]:
+    """The first value of every stored projection ``[experts]``, which no padding replaces; none in kernels' layouts."""
+    w13, w2 = layer.w13_weight.data, layer.w2_weight.data
+    if w13.dim() != 3 or w2.dim() != 3 or not (w13.numel() and w2.numel()):
+        return []
+    parts = [w13[:, 0, 0], w2[:, 0, 0]]
+    return [*parts, w13[:, w13.shape[1] // 2, 0]] if gated else parts
+
+
+def _check_experts(where: str, values: list[torch.Tensor]) -> None:
+    if not values or values[0].is_meta:
+        return
+    experts = int(torch.stack([part.float() for part in values]).isnan().any(dim=0).sum())
+    if experts:
+        raise Exl3PackError(
+            found=f"{experts} of {len(values[0])} experts with weights that no tensor was loaded into, or with NaN",
+            expected="a stored tensor, EXL3 or in 16 bits, for every projection of every expert",
+            where=where,
+            remedy=_REMEDY,
+        )
+
+
 def _check(where: str, weight: torch.Tensor) -> None:
     rows = int(torch.isnan(weight[:, 0]).reshape(weight.shape[0], -1).any(dim=1).sum())
     if rows:
@@ -81,6 +130,5 @@ def _check(where: str, weight: torch.Tensor) -> None:
             found=f"{rows} of {weight.shape[0]} rows that no tensor was loaded into, or that hold NaN",
             expected="a stored tensor, EXL3 or in 16 bits, for every layer that the model has",
             where=f"{where}.weight",
-            remedy="A file of the pack is missing, or config.json is of another model: fetch the pack again. A pack "
-            "without its vision or audio tower takes --limit-mm-per-prompt with 0 of each.",
+            remedy=f"{_REMEDY} A pack without its vision or audio tower takes --limit-mm-per-prompt with 0 of each.",
         )
