@@ -12,19 +12,20 @@ HEAD = """# Environment variables
 
 Made by `make docs` from `src/vllm_exl3/env.py`; edit that file instead of this one.
 
-All begin with `VLLM_EXL3_`. They are read when they are needed, in every process of the engine, so set them before
-`vllm serve`. A value that a variable does not take stops with a message that names the variable and what it takes.
+All names begin with `VLLM_EXL3_`. The variables are read when they are needed, in every process of the engine, so set
+them before starting `vllm serve`. A value that a variable does not accept stops start-up, with a message that names the
+variable and the values it accepts.
 
 | variable | default | what it does |
 |---|---|---|
 """
 
 TAIL = """
-vLLM warns of every name that begins with `VLLM_` and is not its own, these included ("Unknown vLLM environment variable
-detected"), and refuses to start under `--fail-on-environ-validation`. Without that flag they take effect all the same.
+vLLM warns about every variable that begins with `VLLM_` and is not its own, including these ("Unknown vLLM environment
+variable detected"), and refuses to start with `--fail-on-environ-validation`. Without that flag they take effect.
 
-`VLLM_EXL3_NO_NATIVE=1` while installing from a checkout leaves the CPU kernels out, as on a machine without a C++
-compiler.
+`VLLM_EXL3_NO_NATIVE=1` has an effect only while installing from a checkout: it leaves out the CPU kernels, as on a
+machine without a C++ compiler.
 """
 
 

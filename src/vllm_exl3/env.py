@@ -52,17 +52,17 @@ LINEAR_KERNEL = Variable(
     "VLLM_EXL3_LINEAR_KERNEL",
     "auto",
     choice("auto", "native", "reconstruct", "exllamav3", "reference"),
-    "Which kernels serve the linears: auto takes the fastest that runs here; native are this package's, reconstruct "
-    "decodes to dense weights on a GPU and leaves the product to cuBLAS, exllamav3 are that package's where it is "
-    "installed beside a GPU (both for comparison), reference is plain PyTorch.",
+    "Which kernels serve linears. auto: the fastest that can run here; native: this package's; reconstruct: decode to "
+    "dense weights on a GPU and multiply with cuBLAS; exllamav3: that package's, if it is installed on a machine with a "
+    "GPU; reference: plain PyTorch. The last three are for comparison.",
 )
 
 PRECISION = Variable(
     "VLLM_EXL3_PRECISION",
     "default",
     choice("default", "fast"),
-    "How exactly the native kernels for linears multiply on a GPU: default keeps at least 15 bits of an activation; "
-    "fast takes int8 for mul1 weights where there is a kernel for it, which is faster and errs by up to 1.2 % a layer "
+    "Precision of the native kernels for linears on a GPU. default: the relative error of a linear is about 0.02 %; "
+    "fast: int8 for mul1 weights where there is a kernel for it, which is faster, with an error of up to 1.2 % "
     "(docs/fast-mode.md).",
 )
 
@@ -70,26 +70,27 @@ DEPENDENT_LAUNCH = Variable(
     "VLLM_EXL3_DEPENDENT_LAUNCH",
     "auto",
     choice("auto", "0", "1"),
-    "Whether the kernels that torch.compile makes for an EXL3 model let the next kernel start before they end, on GPUs "
-    "from Hopper on (Inductor's triton.enable_pdl), so that weights are fetched meanwhile: auto leaves out LoRA, and "
-    "models whose layers carry a state (Mamba, linear attention).",
+    "Whether the kernels that torch.compile generates for an EXL3 model let the next kernel start before they end, so "
+    "that it can fetch weights in the meantime (Inductor's triton.enable_pdl, on GPUs from Hopper on). auto: yes, but "
+    "not with LoRA and not in models whose layers carry a state (Mamba, linear attention).",
 )
 
 MOE_KERNEL = Variable(
     "VLLM_EXL3_MOE_KERNEL",
     "auto",
     choice("auto", "native", "exllamav3", "reference"),
-    "Which kernels serve routed experts: auto takes the fastest that runs here; native are this package's, exllamav3 "
-    "that package's linears, expert by expert, where it is installed beside a GPU (for comparison), reference is plain "
-    "PyTorch.",
+    "Which kernels serve routed experts. auto: the fastest that can run here; native: this package's; exllamav3: that "
+    "package's linears, one expert after another, if it is installed on a machine with a GPU; reference: plain "
+    "PyTorch. The last two are for comparison.",
 )
 
 NATIVE_MOE_MAX_ROWS = Variable(
     "VLLM_EXL3_NATIVE_MOE_MAX_ROWS",
     "auto",
     rows_or_auto,
-    "Up to how many tokens routed experts on a GPU take the decode path; 0 never, auto as measured, by tokens an "
-    "expert (other EXL3 plugins: 8). Longer inputs take the grouped prefill.",
+    "Largest number of tokens for which routed experts on a GPU use the decode path; longer inputs use the grouped "
+    "prefill. 0: never; auto: chosen from measurements by the average number of tokens per expert. Other EXL3 plugins "
+    "default to 8.",
 )
 
 NATIVE_MOE_MAX_ROWS_BY_BITS = {
@@ -97,8 +98,8 @@ NATIVE_MOE_MAX_ROWS_BY_BITS = {
         f"VLLM_EXL3_NATIVE_MOE_MAX_ROWS_K{bits}",
         "auto",
         rows_or_auto,
-        f"The same for layers with experts of K = {bits}{f' or {bits - 0.5:g}' if 1 < bits < 5 else ''}; auto leaves "
-        f"it to the variable without _K{bits}. The smallest number counts where a layer mixes.",
+        f"The same for layers with experts of K = {bits}{f' or {bits - 0.5:g}' if 1 < bits < 5 else ''}. auto: use the "
+        f"variable without _K{bits}. In a layer with several bit rates, the smallest number applies.",
     )
     for bits in range(1, 9)
 }
@@ -107,29 +108,29 @@ GROUPED_PREFILL = Variable(
     "VLLM_EXL3_GROUPED_PREFILL",
     "1",
     yes_or_no,
-    "Whether inputs too long for the decode path take the grouped prefill on a GPU; 0 serves all by the decode path.",
+    "Whether inputs too long for the decode path use the grouped prefill on a GPU. 0: serve all with the decode path.",
 )
 
 GROUPED_PREFILL_MAX_ROWS = Variable(
     "VLLM_EXL3_GROUPED_PREFILL_MAX_ROWS",
     "8192",
     whole(1),
-    "Tokens that the grouped prefill has in work at once: bounds its scratch.",
+    "How many tokens the grouped prefill processes at once, which limits its scratch memory.",
 )
 
 FUSED_TEMP_ROWS = Variable(
     "VLLM_EXL3_FUSED_TEMP_ROWS",
     "2048",
     whole(1),
-    "Tokens that the decode path has in work at once: bounds its scratch.",
+    "How many tokens the decode path processes at once, which limits its scratch memory.",
 )
 
 FAT_THRESHOLD = Variable(
     "VLLM_EXL3_FAT_THRESHOLD",
     "auto",
     rows_or_auto,
-    "Experts with more tokens than this take the large tiles of the grouped prefill; auto as measured, half a large "
-    "tile (other EXL3 plugins: 256).",
+    "Experts with more tokens than this use the large tiles of the grouped prefill. auto: half a large tile, as "
+    "measured. Other EXL3 plugins default to 256.",
 )
 
 
@@ -139,47 +140,48 @@ RECONSTRUCT_MB = Variable(
     "VLLM_EXL3_RECONSTRUCT_MB",
     "256",
     _mebibytes,
-    "Scratch in MiB that VLLM_EXL3_LINEAR_KERNEL=reconstruct decodes a layer into, some output columns after the "
-    "other; at least one block of 128 columns.",
+    "Scratch memory in MiB into which VLLM_EXL3_LINEAR_KERNEL=reconstruct decodes a layer, some output columns at a "
+    "time; at least one block of 128 columns is decoded.",
 )
 
 EMBEDDING_KERNEL = Variable(
     "VLLM_EXL3_EMBEDDING_KERNEL",
     "auto",
     choice("auto", "native", "reference"),
-    "Which kernels decode quantized token embeddings: auto takes the fastest that runs here; native are this "
-    "package's, reference is plain PyTorch.",
+    "Which kernels decode quantized token embeddings. auto: the fastest that can run here; native: this package's; "
+    "reference: plain PyTorch.",
 )
 
 NGRAM_KERNEL = Variable(
     "VLLM_EXL3_NGRAM_KERNEL",
     "auto",
     ngram_kernel,
-    "Which kernels decode rows of n-gram tables: auto takes the fastest that runs here; native are this package's, "
-    "torch is plain PyTorch, exllamav3 that package's where it is installed beside a GPU, ext is another name for "
-    "exllamav3 where it is installed, else for native.",
+    "Which kernels decode rows of n-gram tables. auto: the fastest that can run here; native: this package's; torch: "
+    "plain PyTorch; exllamav3: that package's, if it is installed on a machine with a GPU; ext: exllamav3 if it is "
+    "installed, otherwise native.",
 )
 
 NGRAM_TABLE = Variable(
     "VLLM_EXL3_NGRAM_TABLE",
     "auto",
     choice("auto", "resident", "pinned", "disk"),
-    "Where n-gram tables lie: resident on the device, pinned in host memory that the GPU reads, or on disk, which "
-    "needs --compilation-config without full CUDA graphs; auto takes resident if the model fits so, else pinned.",
+    "Where n-gram tables are kept. resident: on the device; pinned: in host memory that the GPU reads; disk: in the "
+    "pack's files, which requires a --compilation-config without full CUDA graphs; auto: resident if the model then "
+    "fits, otherwise pinned.",
 )
 
 NGRAM_CACHE_MIB = Variable(
     "VLLM_EXL3_NGRAM_CACHE_MIB",
     "256",
     _mebibytes,
-    "Host memory in MiB for rows of an n-gram table on disk that were read before; 0 keeps none.",
+    "Host memory in MiB for caching rows of an n-gram table on disk; 0: no cache.",
 )
 
 REQUIRE_UVA_EXPERTS = Variable(
     "VLLM_EXL3_REQUIRE_UVA_EXPERTS",
     "0",
     yes_or_no,
-    "1 makes start-up refuse unless vLLM's UVA offloader has mapped the weights of all routed experts into host memory "
+    "1: refuse to start unless vLLM's UVA offloader has mapped the weights of all routed experts into host memory "
     "(docs/offload.md).",
 )
 
@@ -187,7 +189,7 @@ CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
     choice("auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi"),
-    "Which instruction set the CPU kernels use: auto takes the best that the CPU runs; scalar, avx2, avx512, "
+    "Which instruction set the CPU kernels use. auto: the best that the CPU supports; scalar, avx2, avx512, "
     "avx512_vnni and avx512_vbmi are for comparison.",
 )
 
@@ -195,8 +197,8 @@ METRICS_FOLDER = Variable(
     "VLLM_EXL3_METRICS_FOLDER",
     "",
     existing_or_new_folder,
-    "Folder where the processes that run models leave their counters for /metrics; empty means a folder of the "
-    "server's own, which it removes when it ends.",
+    "Folder in which the processes that run models keep their counters for /metrics. Empty: a folder that the server "
+    "creates, and removes when it ends.",
     # How a server tells its workers: vLLM warns of unknown names that begin with VLLM_, or refuses to start.
     aliases=("EXL3_METRICS_FOLDER",),
 )
@@ -205,7 +207,7 @@ CACHE = Variable(
     "VLLM_EXL3_CACHE",
     "",
     existing_or_new_folder,
-    "Folder for compiled GPU kernels; empty means the user's cache folder.",
+    "Folder for compiled GPU kernels. Empty: vllm_exl3 in the user's cache folder.",
     aliases=("VLLM_QUANTPACK_CACHE",),
 )
 
@@ -213,8 +215,8 @@ INT4_KV = Variable(
     "VLLM_EXL3_INT4_KV",
     "1",
     yes_or_no,
-    "Serve vLLM's int4 KV cache (--kv-cache-dtype int4_per_token_head), of any model, with this package's attention; 0 "
-    "leaves vLLM's own in place.",
+    "Whether this package's attention serves vLLM's int4 KV cache (--kv-cache-dtype int4_per_token_head), in any "
+    "model. 0: vLLM's own attention does.",
     aliases=("VLLM_QUANTPACK_INT4_KV",),
 )
 
@@ -222,9 +224,9 @@ INT4_DECODE = Variable(
     "VLLM_EXL3_INT4_DECODE",
     "auto",
     parse_decode_shape,
-    "Lets the Triton kernel decode over the int4 KV cache, cut so: tile,warps,segments (such as 64,4,auto; segments a "
-    "power of two from 16 to 128, or auto). auto takes the CUDA kernels where they serve the shape, and elsewhere the "
-    "Triton kernel as it was measured to be fastest.",
+    "How decoding over the int4 KV cache is done. auto: by the CUDA kernels where they support the shape, otherwise by "
+    "the Triton kernel in the form that was measured to be fastest; tile,warps,segments (such as 64,4,auto): by the "
+    "Triton kernel in this form, where segments is a power of two from 16 to 128 or auto.",
     aliases=("VLLM_QUANTPACK_INT4_DECODE",),
 )
 
@@ -232,8 +234,9 @@ INT4_FA_PREFILL = Variable(
     "VLLM_EXL3_INT4_FA_PREFILL",
     "1",
     yes_or_no,
-    "Prefill chunks of 64 and more tokens over 8192 and more cached ones by FlashAttention on keys and values unpacked "
-    "a stretch at a time; 0 leaves them to the Triton kernel.",
+    "Whether long prefill over the int4 KV cache (chunks of at least 64 tokens, if chunk times cached tokens is at "
+    "least 64 x 8192) uses FlashAttention on keys and values that are unpacked piece by piece. 0: the Triton kernel "
+    "serves it.",
     aliases=("VLLM_QUANTPACK_INT4_FA_PREFILL",),
 )
 
@@ -241,8 +244,8 @@ INT4_TILES = Variable(
     "VLLM_EXL3_INT4_TILES",
     "auto",
     parse_prefill_shape,
-    "How the Triton prefill over the int4 KV cache is cut: rows,tile,warps,stages (such as 64,64,8,2); auto takes what "
-    "was measured.",
+    "Form of the Triton kernel for prefill over the int4 KV cache: rows,tile,warps,stages (such as 64,64,8,2). auto: "
+    "chosen from measurements.",
     aliases=("VLLM_QUANTPACK_INT4_TILES",),
 )
 
