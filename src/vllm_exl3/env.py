@@ -53,8 +53,8 @@ LINEAR_KERNEL = Variable(
     "auto",
     choice("auto", "native", "reconstruct", "exllamav3", "reference"),
     "Which kernels serve linears. auto: the fastest that can run here; native: this package's; reconstruct: decode to "
-    "dense weights on a GPU and multiply with cuBLAS; exllamav3: that package's, if it is installed on a machine with a "
-    "GPU; reference: plain PyTorch. The last three are for comparison.",
+    "dense weights on a GPU and multiply with cuBLAS; exllamav3: that package's, if it is installed on a machine with "
+    "a GPU; reference: plain PyTorch. The last three are for comparison.",
 )
 
 PRECISION = Variable(
