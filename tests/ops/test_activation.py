@@ -40,3 +40,23 @@ def test_activation_is_its_definition(name: str, alpha: float, beta: float, limi
 
 def test_every_activation_is_in_the_table() -> None:
     assert {name for name, *_ in CASES} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_element_s_bits_do_not_depend_on_what_is_beside_it(name: str) -> None:
+    """Loops over tensors end with other instructions than they consist of, and threads cut them anywhere."""
+    rows, width = 700, 129
+    hidden = 4 * torch.randn((rows, (1 + ACTIVATIONS[name].gated) * width))
+    whole = activate(name, hidden, 1.5, 0.5, 20.0)
+    for row in range(0, rows, 7):
+        assert torch.equal(activate(name, hidden[row : row + 1], 1.5, 0.5, 20.0)[0], whole[row])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_ends_of_the_range_are_values(name: str) -> None:
+    """Where functions inside overflow, the activation does not."""
+    hidden = torch.tensor([-3e38, -1e20, -200.0, 0.0, 200.0]).repeat(1 + ACTIVATIONS[name].gated)
+    found = activate(name, hidden.view(1, -1), 1.0, 0.0, math.inf)[0]
+    squares = name == "relu2_ungated" or ACTIVATIONS[name].gated
+    np.testing.assert_allclose(found[:4], np.zeros(4), atol=1e-30)
+    assert found[4] == (4e4 if squares and name != "situ" else 200)

@@ -14,6 +14,7 @@ from vllm_exl3.cpu.moe import grouped_experts, moe_native
 from vllm_exl3.cuda.moe import moe as moe_cuda
 from vllm_exl3.cuda.moe_by_expert import moe_exllamav3
 from vllm_exl3.ops import backends
+from vllm_exl3.ops.activation import ACTIVATIONS
 from vllm_exl3.ops.experts import pack_table, share_input_scales
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.pack.stored import Codebook
@@ -185,6 +186,16 @@ def test_experts_of_other_ranks_and_padding_tokens_add_nothing(run: Run, layer: 
     assert not total[3].any()
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_numbers_of_no_expert_add_nothing(run: Run, layer: MoELayer, mapped: bool) -> None:
+    x, (weights, ids) = inputs(4, 256), random_routing(4, 8, 3)
+    ids = ids.long()
+    ids[0, 0], ids[1], ids[2, 2] = 8, 1 << 40, -(1 << 40)
+    found = run(x, *layer.arguments(weights, ids, torch.arange(8, dtype=torch.int32) if mapped else None))
+    assert error(found, layer.oracle(x, weights, ids)) < run.bound
+    assert not found[1].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bit_activations_are_rounded_once(run: Run, layer: MoELayer, dtype: torch.dtype) -> None:
     x, (weights, ids) = inputs(16, 256).to(dtype), random_routing(16, 8, 3)
@@ -200,6 +211,17 @@ def test_a_row_does_not_depend_on_its_batch(layer: MoELayer) -> None:
     whole = moe_native(x, *layer.arguments(weights, ids))
     assert torch.equal(whole, moe_native(x, *layer.arguments(weights, ids)))
     for row in (0, 17, 39):
+        part = slice(row, row + 1)
+        assert torch.equal(moe_native(x[part], *layer.arguments(weights[part], ids[part])), whole[part])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nor_where_its_activation_ends_a_tensor(name: str) -> None:
+    gated = ACTIVATIONS[name].gated
+    layer = random_layer(1, 128, 100, ((4, MUL1),), gated=gated, activation=(name, 1.5, 0.5, 9.0))
+    x, weights, ids = inputs(300, 128), torch.ones(300, 1), torch.zeros(300, 1, dtype=torch.int32)
+    whole = moe_native(x, *layer.arguments(weights, ids))
+    for row in range(0, 300, 9):
         part = slice(row, row + 1)
         assert torch.equal(moe_native(x[part], *layer.arguments(weights[part], ids[part])), whole[part])
 

@@ -99,7 +99,8 @@ def _groups(ids: torch.Tensor, experts: int) -> list[tuple[int, torch.Tensor]]:
     """Slots (token · top_k + k) of every expert that occurs, ascending in both."""
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat.clamp(min=-1) + 1, minlength=experts + 1).tolist()
+    # Numbers of no expert lie at both ends. Clamped, or there would be a count of everything up to the largest.
+    counts = torch.bincount(flat.clamp(-1, experts) + 1, minlength=experts + 2).tolist()
     groups = order.split(counts)
     return [(expert, groups[expert + 1]) for expert in range(experts) if counts[expert + 1]]
 

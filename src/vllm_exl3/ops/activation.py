@@ -2,6 +2,9 @@
 
 Names are this package's own; the serving side maps vLLM's to them. The three numbers mean what
 `ACTIVATIONS` says of each name, and are passed to kernels as they are.
+
+Made of torch's exp, erf and tanh: on CPUs its sigmoid, SiLU and GELU give the same number other bits at the end of a
+tensor than in its middle, so that a token's result would depend on the tokens beside it.
 """
 
 import math
@@ -29,20 +32,36 @@ class Activation:
     function: _Function
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.erf(math.sqrt(0.5) * x))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
 def _swiglu(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
     if limit != math.inf:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if alpha == 1 and beta == 0:
-        return functional.silu(gate) * up
-    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+        return _silu(gate) * up
+    return gate * _sigmoid(alpha * gate) * (up + beta)
 
 
 def _swiglu_step(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
-    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    return _silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
 def _situ(gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
-    gate = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
+    gate = alpha * torch.tanh(gate / alpha) * _sigmoid(gate)
     return gate * (beta * torch.tanh(up / beta) if beta > 0 else up)
 
 
@@ -53,11 +72,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu_step": Activation(True, _swiglu_step),
     # alpha·tanh(g/alpha)·σ(g)·u, u softly limited to ±beta where beta > 0
     "situ": Activation(True, _situ),
-    "gelu": Activation(True, lambda gate, up, *_: functional.gelu(gate) * up),
-    "gelu_tanh": Activation(True, lambda gate, up, *_: functional.gelu(gate, approximate="tanh") * up),
-    "silu_ungated": Activation(False, lambda gate, up, *_: functional.silu(up)),
-    "gelu_ungated": Activation(False, lambda gate, up, *_: functional.gelu(up)),
-    "gelu_tanh_ungated": Activation(False, lambda gate, up, *_: functional.gelu(up, approximate="tanh")),
+    "gelu": Activation(True, lambda gate, up, *_: _gelu(gate) * up),
+    "gelu_tanh": Activation(True, lambda gate, up, *_: _gelu_tanh(gate) * up),
+    "silu_ungated": Activation(False, lambda gate, up, *_: _silu(up)),
+    "gelu_ungated": Activation(False, lambda gate, up, *_: _gelu(up)),
+    "gelu_tanh_ungated": Activation(False, lambda gate, up, *_: _gelu_tanh(up)),
     "relu2_ungated": Activation(False, lambda gate, up, *_: functional.relu(up).square()),
 }
 """Every activation that the MoE op knows. A limit of infinity means none."""

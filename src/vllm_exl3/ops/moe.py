@@ -37,7 +37,7 @@ class MoECall(NamedTuple):
 
     Attributes:
         topk_weights: float32 ``[M, top_k]``.
-        topk_ids: int32 or int64 ``[M, top_k]``: experts, by their number in the whole model; negative for none.
+        topk_ids: int32 or int64 ``[M, top_k]``: experts, by their number in the whole model; other numbers for none.
         expert_map: int ``[all experts]``: the number of each on this rank, or -1; None when all are here.
         w13_trellis: int16, flat; gate and up of each expert are neighbours, here and in the next three.
         w13_suh: float16, flat.
@@ -107,12 +107,13 @@ def moe(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 
 
 def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Expert numbers on this rank, int64 like ``topk_ids``; negative where the expert is not here."""
+    """Expert numbers on this rank, int64 like ``topk_ids``; negative, or beyond its experts, where there is none."""
     ids = topk_ids.long()
     if expert_map is None:
         return ids
-    # A negative id (a padding token) must not wrap around in the map.
-    return torch.where(ids < 0, ids, expert_map.long()[ids.clamp(min=0)])
+    # A negative id (a padding token) must not wrap around in the map, and one beyond it is nobody's, as in the kernels.
+    last = expert_map.shape[0] - 1
+    return torch.where((ids < 0) | (ids > last), -1, expert_map.long()[ids.clamp(0, last)])
 
 
 def refuse_capture(backend: str, device: torch.device) -> None:
