@@ -12,7 +12,7 @@ import pytest
 
 from vllm_exl3.cuda import compiler, runtime
 from vllm_exl3.cuda.cache import CubinCache
-from vllm_exl3.cuda.compiler import CompileError, Cubin, Instance, fingerprint
+from vllm_exl3.cuda.compiler import CompileError, Cubin, Instance, compiler_unavailable, fingerprint
 from vllm_exl3.cuda.driver import Kernel
 
 INSTANCES = [Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", str(bits)),)) for bits in (4, 6, 8)]
@@ -71,6 +71,13 @@ def test_a_kernel_that_does_not_compile_stops_and_leaves_no_file(
     with pytest.raises(CompileError, match="exl3_dequantize_4 for sm_90a"):
         runtime.build(INSTANCES, "sm_90a", CubinCache(tmp_path))
     assert not list(tmp_path.glob("*.cubin"))
+
+
+@pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
+def test_an_architecture_that_the_compiler_is_too_old_for_is_said_to_be_one() -> None:
+    """In the words of the compiler that is installed."""
+    with pytest.raises(CompileError, match=r"^NVRTC 13\.0 does not know sm_999a.*: install a newer one"):
+        compiler.compile_instance(INSTANCES[0], "sm_999a")
 
 
 @pytest.mark.parametrize("changed", ["source", "header", "compiler", "options", "nothing", "another kernel"])

@@ -1,5 +1,6 @@
 """Asking Inductor for kernels that let the next one start early: when, and that vLLM's compiler hears of it."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Platform:
         (90, "1", False, {}, {}),
         (89, "1", True, {}, {}),
         (None, "auto", True, {}, {}),
+        (None, "1", True, {}, {}),
     ],
 )
 def test_when_it_is_asked_for(
@@ -45,11 +47,17 @@ def test_when_it_is_asked_for(
     known: bool,
     before: dict[str, bool],
     after: dict[str, bool],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(dependent_launch, "current_platform", Platform(capability))
     if not known:
-        monkeypatch.setattr(dependent_launch, "_inductor_knows", lambda: False)
-    assert asked(monkeypatch, variable, before) == after
+        monkeypatch.delattr(inductor.triton, "enable_pdl")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "vllm.exl3"):
+        assert asked(monkeypatch, variable, before) == after
+    told = [record.getMessage() for record in caplog.records]
+    unmet = variable == "1" and (not known or capability != 90)
+    assert [line.startswith("VLLM_EXL3_DEPENDENT_LAUNCH=1 changes nothing here: ") for line in told] == [True] * unmet
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_the_compiler_of_a_model_s_graphs_hears_of_it(monkeypatch: pytest.Monkey
         heard.append(wrapper.vllm_config.compilation_config.inductor_compile_config.get(INDUCTOR_OPTION))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dependent_launch, "_device_overlaps", lambda: True)
+    monkeypatch.setattr(dependent_launch, "_why_not", lambda: None)
     monkeypatch.setattr("vllm.compilation.decorators.TorchCompileWithNoGuardsWrapper.__init__", compiler)
     for variable in ("0", "auto"):
         monkeypatch.setenv("VLLM_EXL3_DEPENDENT_LAUNCH", variable)

@@ -176,10 +176,20 @@ def compile_instance(instance: Instance, architecture: str) -> Cubin:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0").decode()
         if int(status) != 0:
-            raise CompileError(f"{instance.label} for {architecture}: {status}\n{log}")
+            raise CompileError(_failure(instance, architecture, log))
         return Cubin(_fetch(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _failure(instance: Instance, architecture: str, log: str) -> str:
+    """Why a kernel did not compile, and what to do where that is known."""
+    if "--gpu-architecture" in log:
+        return (
+            f"NVRTC {compiler_version()} does not know {architecture}, which {instance.label} is compiled for: install "
+            f"a newer one (pip install --upgrade nvidia-cuda-nvrtc)\n{log}"
+        )
+    return f"{instance.label} for {architecture} does not compile with NVRTC {compiler_version()}:\n{log}"
 
 
 def _fetch(size_of: object, copy: object, program: object) -> bytes:

@@ -10,12 +10,16 @@ wait before they touch what is not constant, and in every launch some block wait
 before it. Read in torch 2.11 and 2.13.
 """
 
+import logging
+
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_exl3 import env
 
 __all__ = ["INDUCTOR_OPTION", "let_compiled_kernels_overlap"]
+
+logger = logging.getLogger("vllm.exl3")
 
 INDUCTOR_OPTION = "triton.enable_pdl"
 
@@ -27,7 +31,11 @@ def let_compiled_kernels_overlap(config: VllmConfig | None) -> None:
         config: of the model that is being built.
     """
     wanted = env.DEPENDENT_LAUNCH.get()
-    if config is None or wanted == "0" or not (_device_overlaps() and _inductor_knows()):
+    if config is None or wanted == "0":
+        return
+    if (reason := _why_not()) is not None:
+        if wanted == "1":
+            logger.warning("%s=1 changes nothing here: %s", env.DEPENDENT_LAUNCH.name, reason)
         return
     if wanted == "1" or _every_kernel_waits(config):
         config.compilation_config.inductor_compile_config.setdefault(INDUCTOR_OPTION, True)
@@ -50,11 +58,10 @@ def _models_that_share_options(config: VllmConfig) -> list[ModelConfig]:
     return [model for model in (config.model_config, *others) if model is not None]
 
 
-def _device_overlaps() -> bool:
-    return current_platform.is_cuda() and current_platform.has_device_capability(90)
-
-
-def _inductor_knows() -> bool:
+def _why_not() -> str | None:
+    """Why compiled kernels cannot overlap in this process, or None."""
+    if not (current_platform.is_cuda() and current_platform.has_device_capability(90)):
+        return "kernels overlap on GPUs from Hopper on"
     from torch._inductor import config as inductor
 
-    return hasattr(inductor.triton, "enable_pdl")
+    return None if hasattr(inductor.triton, "enable_pdl") else f"this torch's Inductor has no {INDUCTOR_OPTION}"
