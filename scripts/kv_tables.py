@@ -7,12 +7,12 @@ __all__ = ["kv_tables"]
 
 Row = dict[str, Any]
 _LAYER = {
-    "int4": "int4, ours",
+    "int4": "int4, this package",
     "fp8_fa3": "fp8, FlashAttention 3",
     "fp8_triton": "fp8, Triton",
     "stock_int4": "int4, vLLM's own",
 }
-_ENGINE = {"int4": "int4, ours", "fp8": "fp8, FlashAttention 3", "stock": "int4, vLLM's own"}
+_ENGINE = {"int4": "int4, this package", "fp8": "fp8, FlashAttention 3", "stock": "int4, vLLM's own"}
 
 
 def kv_tables(results: dict[str, Any]) -> str:
@@ -50,7 +50,7 @@ def _cells(rows: list[Row]) -> tuple[dict[tuple[int, int, int], dict[str, Row]],
 
 def _errors(rows: list[Row], kernels: list[str]) -> str:
     worst = (
-        f"{max(row['error'] for row in rows if row['kernel'] == kernel):.1e} {_LAYER[kernel]}" for kernel in kernels
+        f"{_LAYER[kernel]}: {max(row['error'] for row in rows if row['kernel'] == kernel):.1e}" for kernel in kernels
     )
     return f"Largest relative error against float64 over the same cache: {'; '.join(worst)}."
 
@@ -67,8 +67,8 @@ def _decoding(rows: list[Row]) -> list[str]:
         lines.append([f"{context:,}", str(batch), str(query), *times])
     heads = ["tokens in the cache", "requests", "query tokens", *(_LAYER[kernel] for kernel in kernels)]
     return [
-        "Decoding, µs a layer of 24 query and 4 KV heads of 256; in brackets, the times that a copy of as many bytes "
-        "takes.",
+        "Time of decoding in one layer with 24 query heads and 4 KV heads of size 256, in µs; in brackets, relative to "
+        "the time of copying as many bytes.",
         "",
         *_table(heads, lines),
         _errors(rows, kernels),
@@ -85,7 +85,7 @@ def _prefill(rows: list[Row]) -> list[str]:
         for (context, _, query), found in cells.items()
     ]
     heads = ["query tokens", *(_LAYER[kernel] for kernel in kernels)]
-    return ["Prefill of a chunk, ms a layer:", "", *_table(heads, lines), _errors(rows, kernels), ""]
+    return ["Time of prefilling a chunk in one layer, in ms:", "", *_table(heads, lines), _errors(rows, kernels), ""]
 
 
 def _ms(row: Row) -> str:
@@ -106,7 +106,8 @@ def _engines(rows: list[Row]) -> list[str]:
     ]
     tokens = f"{rows[0]['tokens']:,}"
     return [
-        f"vLLM with four such layers and a prompt of {tokens} tokens, tokens/s (drafts of one token, all accepted):",
+        f"Tokens/s of vLLM with four such layers and a prompt of {tokens} tokens (drafts, where named, have one token and "
+        "are all accepted):",
         "",
         *_table(["", *(_ENGINE[kind] for kind in kinds)], lines),
     ]
@@ -115,8 +116,8 @@ def _engines(rows: list[Row]) -> list[str]:
 def _logits(rows: list[Row]) -> list[str]:
     lines = [
         f"* {row['pack']}, {row['tokens']:,} tokens, {_ENGINE[row['kernel']]}, against a 16-bit cache: "
-        f"KL {row['kl']:.1e}, {row['equal_tokens']} of {row['all_tokens']} greedy tokens equal; the answers about a "
-        f"needle in the context are equal for {row['equal_needles']} of {row['all_needles']} places."
+        f"KL divergence {row['kl']:.1e}; {row['equal_tokens']} of {row['all_tokens']} greedy tokens are equal; of "
+        f"{row['all_needles']} questions about a fact hidden in the context, {row['equal_needles']} get equal answers."
         for row in rows
     ]
     return [*lines, ""] if lines else []

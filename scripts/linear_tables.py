@@ -42,7 +42,7 @@ def linear_tables(results: dict[str, Any], marlin: dict[str, Any]) -> str:
     shapes = sorted({cell[:2] for cell in ours}, key=lambda shape: (shape[0] * shape[1], shape[0]))
     tokens = sorted({cell[4] for cell in ours})
     lines = [
-        "mul1, K = 4, µs (times as fast as exllamav3 / as cuBLAS bf16; – where that was not timed):",
+        "µs for mul1 with K = 4 (in brackets: speed relative to exllamav3 / to cuBLAS in bf16; –: not timed):",
         "",
         "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
         "|---|" + "---|" * len(tokens),
@@ -56,8 +56,8 @@ def linear_tables(results: dict[str, Any], marlin: dict[str, Any]) -> str:
         lines.append(f"| {shape[0]}×{shape[1]} | " + " | ".join(texts) + " |")
     lines += [
         "",
-        "Times as fast as exllamav3's better mode, over all shapes and bit rates that both were timed at: least, "
-        "geometric mean (cells).",
+        "Speed relative to exllamav3's faster mode, over all shapes and bit rates for which both were timed: minimum, "
+        "geometric mean (number of cells).",
         "",
         "| codebook | M = 1–2 | 4–8 | 16 | 32–128 |",
         "|---|---|---|---|---|",
@@ -92,8 +92,9 @@ def _marlin_lines(results: dict[str, Any]) -> list[str]:
     tokens = sorted({cell[3] for cell in times})
     lines = [
         wrapped(
-            "vLLM's own int4 linear (Marlin, 16-bit activations, groups of 128), µs, and times as fast as it that mul1 "
-            f"at K = 4 is, in one process with the kernels of {results['meta']['date']} "
+            "µs for vLLM's own int4 linear (Marlin, 16-bit activations, groups of 128); in brackets, the speed of mul1 "
+            "at K = 4 relative to it, measured in the same process with this package's kernels of "
+            f"{results['meta']['date']} "
             "(`benchmarks/results/h200/marlin.json`):"
         ),
         "| in×out | " + " | ".join(f"M={count}" for count in tokens) + " |",
