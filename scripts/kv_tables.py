@@ -106,8 +106,8 @@ def _engines(rows: list[Row]) -> list[str]:
     ]
     tokens = f"{rows[0]['tokens']:,}"
     return [
-        f"Tokens/s of vLLM with four such layers and a prompt of {tokens} tokens (drafts, where named, have one token and "
-        "are all accepted):",
+        f"Tokens/s of vLLM with four such layers and a prompt of {tokens} tokens (drafts, where named, have one token "
+        "and are all accepted):",
         "",
         *_table(["", *(_ENGINE[kind] for kind in kinds)], lines),
     ]
