@@ -23,7 +23,7 @@ class _Impl(CPUAttentionBackendImpl):
         if kv_cache_dtype == "int4_per_token_head":
             raise ValueError(
                 "--kv-cache-dtype int4_per_token_head needs a GPU: vLLM's CPU attention does not know the format and "
-                "would give wrong tokens. Take --kv-cache-dtype auto or fp8."
+                "would give wrong tokens. Use --kv-cache-dtype auto or fp8."
             )
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, *args, **kwargs
