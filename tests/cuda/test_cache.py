@@ -1,9 +1,11 @@
 """The cubin cache: what it loads, what it refuses and rebuilds, and what happens when disk and processes misbehave."""
 
+import fcntl
 import hashlib
 import logging
 import multiprocessing
 import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -175,6 +177,24 @@ def test_processes_build_once_between_them(tmp_path: Path) -> None:
         process.join(90)
     assert [process.exitcode for process in processes] == [0] * 6
     assert (tmp_path / "builds").read_text() == "x"
+
+
+def test_a_process_that_waits_for_another_says_so_once(cache: CubinCache, caplog: pytest.LogCaptureFixture) -> None:
+    """The other one may have been stopped in the middle, and then nothing else would tell where the time goes."""
+    keys = ("cd" * 32, "ef" * 32)
+    held = [os.open(cache.folder / f"{key}.lock", os.O_RDWR | os.O_CREAT) for key in keys]
+    for descriptor in held:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with caplog.at_level(logging.INFO, "vllm.exl3"), ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(cache.get, key, "kernel", lambda: IMAGE) for key in keys]
+        wait(found, 1)
+        told = [record.getMessage() for record in caplog.records if "another process" in record.message]
+        running = [future.running() for future in found]
+        for descriptor in held:
+            os.close(descriptor)
+        assert [future.result() for future in found] == [(IMAGE, False)] * 2
+    assert running == [True, True]
+    assert len(told) == 1 and str(cache.folder) in told[0]
 
 
 def test_default_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

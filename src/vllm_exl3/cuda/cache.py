@@ -80,12 +80,16 @@ class CubinCache:
             return f"{self.folder}: {reason}, so no kernel from there would be loaded; set VLLM_EXL3_CACHE to another"
         return None
 
-    def _say_once(self, key: str, message: str, *arguments: object) -> None:
+    def _first(self, key: str) -> bool:
+        """Whether this is asked for the first time of a key."""
         with self._told_lock:
-            if key in self._told:
-                return
+            told = key in self._told
             self._told.add(key)
-        logger.warning(message, *arguments)
+        return not told
+
+    def _say_once(self, key: str, message: str, *arguments: object) -> None:
+        if self._first(key):
+            logger.warning(message, *arguments)
 
     def _read(self, path: Path, label: str) -> bytes | None:
         try:
@@ -131,6 +135,15 @@ class CubinCache:
                 os.unlink(temporary)
             self._say_once("write", "%s: compiled kernels are not kept: %s", self.folder, error)
 
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Said, since it takes minutes where the other process compiles, and for ever where it was stopped.
+            if self._first("wait"):
+                logger.info("EXL3: another process compiles kernels into %s, and this one waits for them", self.folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
     @contextlib.contextmanager
     def _locked(self, fingerprint: str) -> Iterator[None]:
         """One builder per cubin across processes; without a usable folder everyone builds for themselves."""
@@ -144,7 +157,7 @@ class CubinCache:
             return
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                self._lock(descriptor)
             except OSError as error:  # a file system without locks
                 self._say_once("lock", "%s: the kernel cache cannot be locked: %s", self.folder, error)
             yield
