@@ -87,7 +87,7 @@ def test_nothing_is_compiled_for_a_cache_that_cannot_keep_it(
         (["precompile", "--arch", "sm_90a", "--revision", "4.0bpw"], "of which pack?"),
         (["demo", "--port", "99999999"], "65535"),
         (["bench", "moe", "--top-k", "9", "--experts", "8"], "9 of 8 experts"),
-        (["bench", "moe", "--bits", "2.5", "--codebook", "mcg"], "mcg has no such K"),
+        (["bench", "moe", "--bits", "2.5", "--codebook", "mcg"], "mcg has no such K, only 1 to 8"),
         (["bench", "moe", "--codebook", "qtip"], "expected one of"),
         (["bench", "moe", "--rows", "0"], "expected at least 1"),
         (["inspect"], "Missing argument"),

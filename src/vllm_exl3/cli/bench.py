@@ -89,7 +89,8 @@ def bit_rates(rates: list[float], code: "Codebook") -> list[float]:
     from vllm_exl3.pack.stored import HALF_BITS, Codebook
 
     if wrong := [rate for rate in rates if 2 * rate not in HALF_BITS or (rate % 1 and code != Codebook.MUL1)]:
-        raise typer.BadParameter(f"{wrong[0]:g}: {code.label} has no such K", param_hint="--bits")
+        known = "1 to 8" + (" and 1.5, 2.5, 3.5" if code == Codebook.MUL1 else "")
+        raise typer.BadParameter(f"{wrong[0]:g}: {code.label} has no such K, only {known}", param_hint="--bits")
     return rates
 
 

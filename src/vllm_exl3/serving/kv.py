@@ -73,7 +73,7 @@ class Int4AttentionImpl(TritonAttentionImpl):
         if reason := self._unsupported():
             raise NotImplementedError(
                 f"An attention layer uses {reason}, which --kv-cache-dtype {_MODE} does not serve: "
-                "take --kv-cache-dtype fp8 or auto."
+                "use --kv-cache-dtype fp8 or auto."
             )
         if self.alibi_slopes is not None:
             say_once("ALiBi: vLLM's own int4 attention serves these layers (inexact over long contexts, and slow)")
@@ -146,7 +146,7 @@ class Int4AttentionImpl(TritonAttentionImpl):
         if not isinstance(attn_metadata.causal, bool) or not attn_metadata.causal:
             raise NotImplementedError(
                 f"--kv-cache-dtype {_MODE} serves causal attention only, and this layer is not causal (a draft "
-                "model's, perhaps): take --kv-cache-dtype fp8 or auto."
+                "model's, perhaps): use --kv-cache-dtype fp8 or auto."
             )
         if attn_metadata.rswa_prefix_lens is not None:
             raise NotImplementedError(f"--kv-cache-dtype {_MODE} does not serve reference sliding-window attention")
