@@ -19,6 +19,7 @@ from tests.serving.engine import engine, logits_of, model_of
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.serving import delegate
 from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.delegate import SourceFormat
 
@@ -166,6 +167,7 @@ def test_a_format_that_vllm_does_not_know_is_refused() -> None:
 DELEGATE = {"non_routed_quantization": SOURCE}
 AS_STORED = {**DELEGATE, "non_routed_dtype_policy": "bf16_as_stored"}
 SOURCE_DRAFT = {**AS_STORED, "mtp_experts": "source"}
+LEAVES = ("weight", "weight_scale")
 EXPERTS = [
     ({}, 3, False),
     (DELEGATE, 3, True),
@@ -181,3 +183,37 @@ def test_which_source_experts_are_delegated(keys: dict[str, Any], layer: int, de
     source = SourceFormat(keys, "pack")
     method = source.experts(SimpleNamespace(), f"model.layers.{layer}.mlp.experts", [], {})  # type: ignore[arg-type]
     assert (method is not None) == delegated
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ((), None),
+        (("1.up_proj.weight_scale",), "model.layers.3.mlp.experts.1.up_proj.weight_scale is not stored"),
+        (("0.down_proj.weight_scale", "1.down_proj.weight_scale"), "experts.0.down_proj.weight_scale is not stored"),
+        (("every tensor",), r"model.layers.3.mlp.experts.\*.weight_scale is not stored"),
+    ],
+    ids=["none", "one", "of a projection", "all"],
+)
+def test_every_expert_in_the_source_format_has_its_scales(
+    missing: tuple[str, ...], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 3 is delegated; another has all of its scales, a third is EXL3."""
+    layer = SimpleNamespace(named_parameters=lambda recurse: [("w13_weight_scale", None), ("w2_weight_scale", None)])
+    names = [f"{e}.{p}.{leaf}" for e in (0, 1) for p in ("gate_proj", "up_proj", "down_proj") for leaf in LEAVES]
+    kept = [] if missing == ("every tensor",) else [name for name in names if name not in missing]
+    kept.append("e_score_correction_bias")  # of the router, whatever the model calls it
+    stored = {3: kept, 4: names, 5: ["0.gate_proj.trellis", "0.gate_proj.suh"]}
+    pack: Any = SimpleNamespace(
+        tensors=[f"model.layers.{number}.mlp.experts.{name}" for number, held in stored.items() for name in held],
+        linears={"model.layers.5.mlp.experts.0.gate_proj": None},
+        config={},
+    )
+    monkeypatch.setattr(delegate, "RoutedExperts", SimpleNamespace)
+    source = SourceFormat(DELEGATE, "pack")
+    source.experts(layer, "model.layers.3.mlp.experts", [], {})  # type: ignore[arg-type]
+    if named is None:
+        source.check(pack, lambda name: name)
+    else:
+        with pytest.raises(Exl3PackError, match=named):
+            source.check(pack, lambda name: name)

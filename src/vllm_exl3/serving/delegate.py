@@ -99,18 +99,19 @@ class SourceFormat:
         """
         if not self._built:
             return
-        stored = _stored_leaves(pack, map_name)
+        stored, experts = _stored_leaves(pack, map_name)
         for layer, prefix, keys in self._built:
             wanted = [name for name, _ in layer.named_parameters(recurse=False) if _is_stored_scale(name)]
+            modules: Sequence[str] = keys
             if isinstance(layer, RoutedExperts):
-                available = [stored.get(f"experts of layer {_layer_number(prefix + '.', pack)}", set())]
+                modules = experts.get(_layer_number(f"{prefix}.", pack)) or [f"{prefix}.*"]
                 wanted = [name.removeprefix("w13_").removeprefix("w2_") for name in wanted]
-            else:
-                available = [stored.get(key, set()) for key in keys]
-            absent = next((name for name in wanted for leaves in available if name not in leaves), None)
+            absent = next(((key, name) for key in modules for name in wanted if name not in stored.get(key, ())), None)
             if absent is not None:
+                key, name = absent
                 raise self._fault(
-                    f"no {absent} for {prefix}, which non_routed_quantization declares as {self._name()}",
+                    f"no {name} for {prefix}, which non_routed_quantization declares as {self._name()}: "
+                    f"{key}.{name} is not stored",
                     "a scale beside every weight in that format",
                     "If the pack stores this layer in 16 bits, list it in modules_to_not_convert of "
                     f'non_routed_quantization, or set non_routed_dtype_policy to "{_AS_STORED}" where all are.',
@@ -159,18 +160,18 @@ def _is_stored_scale(name: str) -> bool:
     return "scale" in name and "input" not in name
 
 
-def _stored_leaves(pack: Pack, map_name: Callable[[str], str]) -> dict[str, set[str]]:
-    """The tensors beside every module that is not EXL3, by what vLLM calls them; experts by layer."""
+def _stored_leaves(pack: Pack, map_name: Callable[[str], str]) -> tuple[dict[str, set[str]], dict[int, list[str]]]:
+    """The tensors beside every module that is not EXL3, by what vLLM calls them; and each layer's experts' modules."""
     leaves: dict[str, set[str]] = {}
+    experts: dict[int, list[str]] = {}
     for name in pack.tensors:
         key, _, _ = name.rpartition(".")
         if key in pack.linears:
             continue
-        leaf = map_name(name).rpartition(".")[2]
-        leaves.setdefault(key, set()).add(leaf)
-        if ".experts." in name:
-            leaves.setdefault(f"experts of layer {_layer_number(name, pack)}", set()).add(leaf)
-    return leaves
+        if key not in leaves and ".experts." in key:
+            experts.setdefault(_layer_number(name, pack), []).append(key)
+        leaves.setdefault(key, set()).add(map_name(name).rpartition(".")[2])
+    return leaves, experts
 
 
 def _layer_number(name: str, pack: Pack) -> int:
