@@ -43,12 +43,12 @@ def test_crossovers_say_where_they_come_from() -> None:
     ("architecture", "gpu", "said"),
     [
         ("sm_90a", "NVIDIA H200", "as measured on NVIDIA H200"),
-        ("sm_90a", "NVIDIA H100", "as measured on NVIDIA H200, which NVIDIA H100 resembles (sm_90a)"),
-        ("sm_89", "NVIDIA L4", "which kernel serves how many tokens is modelled: nobody has measured it on sm_89"),
+        ("sm_90a", "NVIDIA H100", "as measured on NVIDIA H200; NVIDIA H100 is taken to be alike (sm_90a)"),
+        ("sm_89", "NVIDIA L4", "by a model, as nobody has measured sm_89"),
     ],
 )
 def test_crossovers_are_told_in_words(architecture: str, gpu: str, said: str) -> None:
-    assert origin(architecture, gpu) == said
+    assert origin(architecture, gpu) == f"the kernel for each number of tokens is chosen {said}"
 
 
 def test_mul1_by_the_integer_identity_at_few_tokens() -> None:

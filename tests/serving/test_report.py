@@ -126,5 +126,5 @@ def test_a_gpu_without_measurements_is_told_so(backend: str, told: bool, monkeyp
     monkeypatch.setattr("vllm_exl3.ops.backends.select", lambda *_: choice)
     monkeypatch.setattr("vllm_exl3.cuda.runtime.device", lambda index: gpu)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    line = "  dispatch   which kernel serves how many tokens is modelled: nobody has measured it on sm_89\n"
+    line = "  dispatch   the kernel for each number of tokens is chosen by a model, as nobody has measured sm_89\n"
     assert (line in report.text()) == told

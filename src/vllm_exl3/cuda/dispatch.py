@@ -79,8 +79,9 @@ def origin(architecture: str, gpu: str) -> str:
     """
     measured = crossover(architecture).measured
     if measured is None:
-        return f"which kernel serves how many tokens is modelled: nobody has measured it on {architecture}"
-    return f"as measured on {measured}" + ("" if measured == gpu else f", which {gpu} resembles ({architecture})")
+        return f"the kernel for each number of tokens is chosen by a model, as nobody has measured {architecture}"
+    other = "" if measured == gpu else f"; {gpu} is taken to be alike ({architecture})"
+    return f"the kernel for each number of tokens is chosen as measured on {measured}{other}"
 
 
 _MODELLED_PREFILL = 49
