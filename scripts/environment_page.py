@@ -14,7 +14,8 @@ Made by `make docs` from `src/vllm_exl3/env.py`; edit that file instead of this 
 
 All names begin with `VLLM_EXL3_`. The variables are read when they are needed, in every process of the engine, so set
 them before starting `vllm serve`. A value that a variable does not accept stops start-up, with a message that names the
-variable and the values it accepts.
+variable and the values it accepts. A variable that is set and changes nothing, because another one rules it out, is
+named when a pack is loaded and by `vllm-exl3 doctor`.
 
 | variable | default | what it does |
 |---|---|---|

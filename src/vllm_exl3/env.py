@@ -304,7 +304,11 @@ def _require_decode_path() -> None:
 
 def batch_invariant() -> bool:
     """Whether vLLM was asked for results that do not depend on the batch (its own variable)."""
-    return os.environ.get("VLLM_BATCH_INVARIANT", "0").strip().lower() in ("1", "true")
+    text = os.environ.get("VLLM_BATCH_INVARIANT", "0").strip().lower()
+    try:
+        return bool(int(text))  # as vLLM reads it, to which 2 is yes
+    except ValueError:
+        return text == "true"
 
 
 def user_cache() -> Path:

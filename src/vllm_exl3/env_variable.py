@@ -60,11 +60,13 @@ class Variable(Generic[T]):
         Raises:
             VariableError: the variable is set to something it does not take.
         """
-        for name in (self.name, *self.aliases):
-            text = os.environ.get(name)
-            if text is not None and text.strip():
-                return self._parse(name, text.strip())
-        return self._parse(self.name, self.default)
+        given = self.given()
+        return self._parse(*given[0]) if given else self._parse(self.name, self.default)
+
+    def given(self) -> list[tuple[str, str]]:
+        """The names that it is set under, and what they hold; the first one counts."""
+        texts = [(name, os.environ.get(name, "").strip()) for name in (self.name, *self.aliases)]
+        return [(name, text) for name, text in texts if text]
 
     def _parse(self, name: str, text: str) -> T:
         try:

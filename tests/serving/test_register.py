@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 import vllm_exl3
 from tests.serving.conftest import PACKS, Tensors
 from vllm_exl3 import env
+from vllm_exl3.env_unused import unused
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.serving import register as register_module
@@ -243,6 +244,51 @@ def test_experts_without_either_path_stop_too(
     monkeypatch.setenv("VLLM_EXL3_GROUPED_PREFILL", "0")
     with pytest.raises(ValueError, match=f"GROUPED_PREFILL=0 .*{name}={value}") if stops else contextlib.nullcontext():
         env.validate()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ineffective"),
+    [
+        ({}, []),
+        ({"GROUPED_PREFILL": "0", "NATIVE_MOE_MAX_ROWS_K4": "8"}, ["NATIVE_MOE_MAX_ROWS_K4=8"]),
+        ({"GROUPED_PREFILL": "0", "FAT_THRESHOLD": "9", "FUSED_TEMP_ROWS": "9"}, ["FAT_THRESHOLD=9"]),
+        ({"GROUPED_PREFILL": "1", "NATIVE_MOE_MAX_ROWS": "8", "FAT_THRESHOLD": "9"}, []),
+        ({"MOE_KERNEL": "reference", "GROUPED_PREFILL": "0"}, ["GROUPED_PREFILL=0"]),
+        ({"MOE_KERNEL": "Native", "GROUPED_PREFILL_MAX_ROWS": "64"}, []),
+        ({"RECONSTRUCT_MB": "1"}, ["RECONSTRUCT_MB=1"]),
+        ({"RECONSTRUCT_MB": "1", "LINEAR_KERNEL": "reconstruct"}, []),
+        ({"INT4_KV": "no", "INT4_TILES": "auto", "INT4_FA_PREFILL": "0"}, ["INT4_FA_PREFILL=0"]),
+        ({"NGRAM_TABLE": "pinned", "NGRAM_CACHE_MIB": "1"}, ["NGRAM_CACHE_MIB=1"]),
+        ({"NGRAM_TABLE": "disk", "NGRAM_CACHE_MIB": "1"}, []),
+    ],
+)
+def test_settings_that_another_rules_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], ineffective: list[str]
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(f"VLLM_EXL3_{name}", value)
+    found = unused()
+    assert [sentence.partition(" has no effect: ")[0] for sentence in found] == [f"VLLM_EXL3_{n}" for n in ineffective]
+
+
+def test_of_two_names_of_one_setting_the_ineffective_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_EXL3_INT4_KV", "1")
+    monkeypatch.setenv("VLLM_QUANTPACK_INT4_KV", "1")
+    assert unused() == []
+    monkeypatch.setenv("VLLM_QUANTPACK_INT4_KV", "0")
+    assert env.INT4_KV.get()
+    (sentence,) = unused()
+    assert sentence == ("VLLM_QUANTPACK_INT4_KV=0 has no effect: VLLM_EXL3_INT4_KV=1, another name of it, counts")
+
+
+@pytest.mark.parametrize(("text", "asked"), [("", False), ("0", False), ("1", True), ("2", True), ("true", True)])
+def test_batch_invariance_is_asked_for_as_vllm_reads_it(
+    monkeypatch: pytest.MonkeyPatch, text: str, asked: bool
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", text)
+    assert env.batch_invariant() is asked
+    monkeypatch.setenv("VLLM_EXL3_NATIVE_MOE_MAX_ROWS", "8")
+    assert bool(unused()) is asked
 
 
 @pytest.mark.parametrize("variable", FOLDERS, ids=lambda variable: variable.name)

@@ -233,11 +233,10 @@ def _graph(index: int) -> str:
 
 
 def _variables() -> str:
-    import os
-
     from vllm_exl3 import env
+    from vllm_exl3.env_unused import unused
 
     env.validate()
-    names = [name for variable in env.VARIABLES for name in (variable.name, *variable.aliases)]
-    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name, "").strip()]
-    return ", ".join(given) or f"none is set; docs/environment.md has all {len(env.VARIABLES)}"
+    given = [f"{name}={text}" for variable in env.VARIABLES for name, text in variable.given()]
+    known = ", ".join(given) or f"none is set; docs/environment.md has all {len(env.VARIABLES)}"
+    return "; ".join([known, *unused()])

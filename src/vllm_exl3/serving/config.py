@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_exl3 import env
+from vllm_exl3.env_unused import unused
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.metadata import architectures
@@ -162,6 +163,8 @@ class Exl3Config(QuantizationConfig):
             ValueError: an environment variable of this package holds what it does not take.
         """
         env.validate()
+        for sentence in unused():
+            logger.warning("EXL3: %s", sentence)
         self.source = str(model_name)
         # The commit pins what a branch name may move away from between here and the download. Under
         # --hf-config-path the configuration comes from elsewhere, and its commit is not this repository's.
