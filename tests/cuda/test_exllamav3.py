@@ -69,6 +69,11 @@ def test_layers_are_made_once_with_their_codebooks_and_cropped() -> None:
     ]
 
 
+def test_no_rows_ask_nothing_of_it() -> None:
+    out = exllamav3.linear(torch.ones(0, 256, dtype=torch.bfloat16), *_tensors(), None, tuple(pack_shards(SHARDS)))
+    assert out.shape == (0, 228) and out.dtype == torch.bfloat16 and not _Layer.made
+
+
 def test_tensors_that_move_get_new_layers_and_dropped_ones_leave() -> None:
     trellis, suh, svh = _tensors()
     layout, x = tuple(pack_shards(SHARDS)), torch.ones(1, 256)

@@ -1,5 +1,6 @@
 """What is compiled ahead of time: all that layers of these kinds will ask for, of any shape and in any mode."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,26 +19,40 @@ from vllm_exl3.tools.random_pack import write_random_pack
 
 
 @settings(max_examples=50, deadline=None)
-@example([(8, 2)], 112, 183, "sm_120a", {})
-@example([(8, 2)] * 3, 1, 1, "sm_90a", {"VLLM_EXL3_PRECISION": "fast"})
-@example([(8, 1)], 1, 1, "sm_80", {"VLLM_BATCH_INVARIANT": "1"})
+@example([(8, 2)], 112, 183, "sm_120a", {}, 132, 0)
+@example([(8, 2)] * 3, 1, 1, "sm_90a", {"VLLM_EXL3_PRECISION": "fast"}, 132, 0)
+@example([(8, 1)], 1, 1, "sm_80", {"VLLM_BATCH_INVARIANT": "1"}, 132, 0)
+@example([(8, 2)], 32, 32, "sm_90a", {}, 114, 2)
 @given(
     st.lists(st.sampled_from(survey.every_kind()), min_size=1, max_size=4),
     st.integers(1, 420),
     st.integers(1, 500),
     st.sampled_from(ARCHITECTURES),
     st.sampled_from([{}, {"VLLM_EXL3_PRECISION": "fast"}, {"VLLM_BATCH_INVARIANT": "1"}]),
+    st.sampled_from([100, 114, 132, 148, 188]),
+    st.integers(0, 20),
 )
 def test_precompiling_covers_every_shape(
-    kinds: list[tuple[int, int]], in_blocks: int, blocks: int, name: str, variables: dict[str, str]
+    kinds: list[tuple[int, int]],
+    in_blocks: int,
+    blocks: int,
+    name: str,
+    variables: dict[str, str],
+    multiprocessors: int,
+    lost: int,
 ) -> None:
+    """On every GPU of the architecture: they differ in multiprocessors, and in how many clusters find room."""
     shards = [Shard(*kind, in_blocks * 128, blocks * 128, 0, blocks * 128) for kind in kinds]
     limits, codes = survey.typical_limits(name), tuple(sorted(set(kinds)))
+    clusters = tuple((size, max(0, multiprocessors // size - lost)) for size in (2, 4, 8))
+    real = replace(
+        limits, multiprocessors=multiprocessors, clusters=clusters if limits.dependent_launch and lost < 20 else ()
+    )
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in variables.items():
             patch.setenv(variable, value)
         compiled = set(survey.instances_for([codes], limits))
-        assert compiled.issuperset(linear.instances(tuple(pack_shards(shards)), in_blocks * 128, limits))
+        assert compiled.issuperset(linear.instances(tuple(pack_shards(shards)), in_blocks * 128, real))
 
 
 def test_precompiling_knows_what_a_packs_layers_fuse(tmp_path: Path) -> None:

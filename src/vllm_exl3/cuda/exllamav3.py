@@ -83,6 +83,8 @@ def linear(
     shards: tuple[int, ...],
 ) -> torch.Tensor:
     """The linear op by exllamav3; arguments as `vllm_exl3.ops.linear.linear`."""
+    if x.shape[0] == 0:
+        return x.new_empty((0, sum(shard.crop_size for shard in cached_shards(tuple(shards)))))
     outputs = []
     wide = x.half().contiguous()
     for shard, layer in zip(cached_shards(tuple(shards)), _layers_of(trellis, suh, svh, tuple(shards)), strict=True):
