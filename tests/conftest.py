@@ -20,6 +20,10 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 
+# OpenMP's threads wait for each other by spinning, which takes a busy machine's cores from those waited for: tests took
+# six times as long. It is read when torch loads the runtime, here and in what tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # A shell that starts the tests in the background lets them, and whatever they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +38,10 @@ def _shared_state() -> dict[str, str]:
     """What tests of one process share and must not change for those that follow."""
     state = {name: value for name, value in os.environ.items() if name in _THEIRS or _OURS.match(name)}
     torch = sys.modules.get("torch")
-    state["default dtype"] = str(torch.get_default_dtype()) if hasattr(torch, "get_default_dtype") else "torch.float32"
+    if hasattr(torch, "get_default_dtype"):
+        state |= {"default dtype": str(torch.get_default_dtype()), "set_num_threads": torch.set_num_threads.__name__}
+    else:
+        state |= {"default dtype": "torch.float32", "set_num_threads": "set_num_threads"}
     return {**state, "current folder": os.getcwd()}
 
 

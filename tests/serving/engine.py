@@ -4,12 +4,14 @@ Engines are started with what makes them quick on two cores; nothing here is spe
 """
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.utils.network_utils import get_open_port
 
-__all__ = ["PROMPTS", "assert_reload_restores", "engine", "generate", "generate_on_two_ranks", "logits_of", "model_of"]
+__all__ = [
+    "PROMPTS",
+    "assert_reload_restores",
+    "engine",
+    "generate",
+    "generate_on_two_ranks",
+    "logits_of",
+    "model_of",
+    "run_on_two_ranks",
+]
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 """What the ranks of `generate_on_two_ranks` continue."""
+
+_SET_NUM_THREADS = torch.set_num_threads
+"""vLLM's workers for CPUs put a function in its place that does nothing."""
 
 
 @contextlib.contextmanager
@@ -45,10 +60,14 @@ def engine(pack: Path | str, **options: Any) -> Iterator[LLM]:
     }
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    def clean_up() -> None:
+        cleanup_dist_env_and_memory()
+        torch.set_num_threads = _SET_NUM_THREADS
+
     try:
         llm = LLM(str(pack), **{**defaults, **options})
     except BaseException:
-        cleanup_dist_env_and_memory()  # or the next engine of this process finds half of this one
+        clean_up()  # or the next engine of this process finds half of this one
         raise
     try:
         yield llm
@@ -57,7 +76,7 @@ def engine(pack: Path | str, **options: Any) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        cleanup_dist_env_and_memory()
+        clean_up()
 
 
 def model_of(llm: LLM) -> torch.nn.Module:
@@ -111,26 +130,34 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 16) -> list[l
 def generate_on_two_ranks(pack: Path | str, tokens: int = 24, **options: Any) -> list[list[int]]:
     """Greedy continuations of `PROMPTS` by an engine over two processes."""
     script = Path(__file__).with_name("rank.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    environment = {
-        **os.environ,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(script.parents[2]), *sys.path]),
-    }
-    for left in Path("/dev/shm").glob("*-cpushm_*"):
-        left.unlink()  # a run that was killed leaves its segments, and their names do not differ between runs
-    output = subprocess.run(
-        [*command, str(pack), str(tokens), json.dumps(options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    output = run_on_two_ranks(
+        [str(script), str(pack), str(tokens), json.dumps(options)], {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     )
     found = re.search(r"TOKENS (.*)", output.stdout)
     assert found, output.stdout[-2000:] + output.stderr[-4000:]
     return json.loads(found[1])
+
+
+def run_on_two_ranks(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program as two ranks of one thread each, while no other tests of this user do.
+
+    Their segments of shared memory have the same names in every run: what a run that was killed has left is removed.
+    """
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    with (Path(tempfile.gettempdir()) / f"vllm-exl3-two-ranks-{os.getuid()}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in Path("/dev/shm").glob("*-cpushm_*"):
+            left.unlink()
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        return subprocess.run(
+            [*command, "--master-port", str(get_open_port()), *arguments],
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
 
 
 def assert_reload_restores(llm: LLM, ids: list[int], module: torch.nn.Module) -> None:

@@ -75,12 +75,13 @@ def ranks() -> Iterator[None]:
     """vLLM's process groups, over the processes that torchrun started or this one alone."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+    from vllm.utils.network_utils import get_open_port
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     config = VllmConfig()
     config.parallel_config.tensor_parallel_size = world
     with set_current_vllm_config(config):
-        address = "env://" if world > 1 else "tcp://127.0.0.1:29597"
+        address = "env://" if world > 1 else f"tcp://127.0.0.1:{get_open_port()}"
         init_distributed_environment(world, rank, address, rank, backend="gloo")
         initialize_model_parallel(world)
         try:

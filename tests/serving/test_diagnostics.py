@@ -122,7 +122,7 @@ time.sleep(0.3)
 backends.count_call("linear", "native", "X")
 backends.count_call("linear", "reference", "X")
 backends.count_reconstructed(7)
-time.sleep(40)
+time.sleep(180)
 """
 
 
@@ -138,12 +138,12 @@ def writing(**variables: str) -> Iterator[subprocess.Popen]:
 
 
 def until(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
-    for _ in range(300):
+    for _ in range(1200):  # it imports vLLM, on whatever else the machine does
         if condition():
             return
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.1)
-    raise AssertionError("not in 30 seconds")
+    raise AssertionError("not in two minutes")
 
 
 def test_a_process_leaves_its_counters_in_a_folder_that_others_cannot_read(tmp_path: Path) -> None:

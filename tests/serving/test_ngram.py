@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +14,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode, get_current_vllm_confi
 from vllm.forward_context import set_forward_context
 
 from tests.serving import ngram_model as model
+from tests.serving.engine import run_on_two_ranks
 from vllm_exl3.ops.ngram import LOOKUP_OP
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.codec import decode_ngram
@@ -95,17 +93,8 @@ def test_the_hash_is_the_pack_s_and_not_the_one_vllm_derives(alone: None, tmp_pa
 
 def test_two_ranks_share_the_rows_and_give_one_rank_s(tmp_path: Path) -> None:
     folder = model.write_pack(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29611"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_DIST_IDENT": "ngram",  # what vLLM's workers set: shared memory is called by it
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-    }
-    output = subprocess.run(
-        [*command, "-m", "tests.serving.ngram_model", str(folder)],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    # vLLM's workers set the variable: shared memory is called by it.
+    output = run_on_two_ranks(["-m", "tests.serving.ngram_model", str(folder)], {"VLLM_DIST_IDENT": "ngram"})
     # The ranks' lines can run together: what is sought does not rely on where they end.
     found = re.findall(r"RANK (\d) (\d+) ([0-9a-f]{64})", output.stdout)
     assert len(found) == 2, output.stdout[-1000:] + output.stderr[-3000:]
