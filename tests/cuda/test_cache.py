@@ -5,6 +5,8 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -195,6 +197,26 @@ def test_a_process_that_waits_for_another_says_so_once(cache: CubinCache, caplog
         assert [future.result() for future in found] == [(IMAGE, False)] * 2
     assert running == [True, True]
     assert len(told) == 1 and str(cache.folder) in told[0]
+
+
+def test_a_process_that_was_forked_meanwhile_keeps_no_lock(cache: CubinCache) -> None:
+    children: list[int] = []
+
+    def build() -> bytes:
+        children.append(os.fork())
+        if children[0] == 0:
+            time.sleep(60)
+            os._exit(0)
+        return IMAGE
+
+    cache.get("cd" * 32, "kernel", build)
+    descriptor = os.open(cache.folder / f"{'cd' * 32}.lock", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
 
 
 def test_default_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

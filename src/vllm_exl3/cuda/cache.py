@@ -162,6 +162,9 @@ class CubinCache:
                 self._say_once("lock", "%s: the kernel cache cannot be locked: %s", self.folder, error)
             yield
         finally:
+            with contextlib.suppress(OSError):
+                # Closing would not do: a process that was forked meanwhile has the lock as well.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
