@@ -4,6 +4,7 @@ import errno
 import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import DATA
 from vllm_exl3.cli import app, main
-from vllm_exl3.cuda.compiler import compiler_unavailable
+from vllm_exl3.cuda.compiler import Cubin, compiler_unavailable
 
 PACK = str(DATA / "packs/phi3-5.0-mul1")
 COMPILE = ["precompile", PACK, "--arch", "sm_90a"]
@@ -79,6 +80,26 @@ def test_nothing_is_compiled_for_a_cache_that_cannot_keep_it(
     monkeypatch.setattr("vllm_exl3.cuda.runtime.build", lambda *_: pytest.fail("compiled"))
     code, said = _run(monkeypatch, *COMPILE)
     assert code == 1 and "VLLM_EXL3_CACHE" in said and reason in said, said
+
+
+@pytest.mark.skipif(compiler_unavailable() is not None, reason="nothing can be compiled here")
+def test_kernels_that_a_full_disk_did_not_keep_are_not_said_to_be_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+
+    def fills_up(descriptor: int) -> None:
+        if len(kept) >= 2:
+            raise OSError(28, "No space left on device")
+        kept.append(descriptor)
+
+    monkeypatch.setenv("VLLM_EXL3_CACHE", str(tmp_path))
+    monkeypatch.setattr("vllm_exl3.cuda.runtime.compile_instance", lambda *_: Cubin(b"machine code", ""))
+    monkeypatch.setattr("vllm_exl3.cuda.cache.os.fsync", fills_up)
+    code, said = _run(monkeypatch, *COMPILE)
+    numbers = re.search(r"sm_90a: (\d+) of (\d+) kernels could not be kept in", said)
+    assert code == 1 and numbers and int(numbers[1]) == int(numbers[2]) - 2, said
+    assert "ready in" not in said
 
 
 @pytest.mark.parametrize(

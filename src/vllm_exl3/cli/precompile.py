@@ -67,4 +67,11 @@ def precompile(
         wanted = list(dict.fromkeys(wanted))
         build(wanted, limits.architecture, cache, say=typer.echo)
         seconds = time.perf_counter() - started
+        if cache.unkept:
+            typer.echo(
+                f"{limits.architecture}: {cache.unkept} of {len(wanted)} kernels could not be kept in {cache.folder}, "
+                "for the reason above: mend that, or set VLLM_EXL3_CACHE to another folder",
+                err=True,
+            )
+            raise typer.Exit(1)
         typer.echo(f"{limits.architecture}: {len(wanted)} kernels ready in {cache.folder} after {seconds:.1f} s")

@@ -37,10 +37,14 @@ class CubinCache:
 
     Args:
         folder: created when missing, for this user alone.
+
+    Attributes:
+        unkept: how many kernels were built here and could not be stored.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.unkept = 0
         self._told: set[str] = set()
         self._told_lock = threading.Lock()
 
@@ -133,6 +137,8 @@ class CubinCache:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+            with self._told_lock:
+                self.unkept += 1
             self._say_once("write", "%s: compiled kernels are not kept: %s", self.folder, error)
 
     def _lock(self, descriptor: int) -> None:
