@@ -36,3 +36,9 @@ def test_an_error_about_such_a_folder_is_printed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm_exl3.cli", "inspect", str(folder)]
     result = subprocess.run(command, capture_output=True, check=False)
     assert result.returncode == 1 and b"[red]\\udcff\nFound:" in result.stderr
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "vllm_exl3", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout.startswith("vllm-exl3 "), result.stderr
