@@ -28,7 +28,8 @@ CONTEXTS = (32768, 131072, 262144)
 
 def layers(contexts: list[int], stock: bool) -> Iterator[dict[str, Any]]:
     """One row a kernel and shape."""
-    from vllm_exl3.serving.kv_bench import Caches, Shape, bandwidth
+    from vllm_exl3.cuda.timing import copy_bandwidth
+    from vllm_exl3.serving.kv_bench import Caches, Shape
 
     shapes = [Shape(context, batch, query) for context in contexts for batch in (1, 8) for query in (1, 2)]
     chunks = [Shape(context, 1, query) for context in contexts[1:] for query in (1024, 8192)]
@@ -50,7 +51,7 @@ def layers(contexts: list[int], stock: bool) -> Iterator[dict[str, Any]]:
                 "batch": shape.batch, "query": shape.query, "us": round(us, 2), "error": error,
             }  # fmt: skip
             if shape.query <= 2:
-                row["byte_us"] = round(shape.nbytes(slot) / bandwidth() * 1e6, 2)
+                row["byte_us"] = round(shape.nbytes(slot) / copy_bandwidth() * 1e6, 2)
             print(row, flush=True)
             yield row
 

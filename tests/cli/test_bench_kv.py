@@ -68,7 +68,8 @@ class Caches:
 
 
 def test_each_kernel_is_timed_and_a_setting_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    measuring = SimpleNamespace(Caches=Caches, Shape=Shape, bandwidth=lambda: 4e12)
+    measuring = SimpleNamespace(Caches=Caches, Shape=Shape)
+    monkeypatch.setattr("vllm_exl3.cuda.timing.copy_bandwidth", lambda: 4e12)
     monkeypatch.setitem(sys.modules, "vllm_exl3.serving.kv_bench", measuring)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")

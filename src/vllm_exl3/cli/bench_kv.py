@@ -49,17 +49,18 @@ def kv(
     if not torch.cuda.is_available():
         typer.echo("The int4 attention cannot be timed here: torch sees no CUDA GPU", err=True)
         raise typer.Exit(1)
-    from vllm_exl3.serving.kv_bench import Caches, Shape, bandwidth
+    from vllm_exl3.cuda.timing import copy_bandwidth
+    from vllm_exl3.serving.kv_bench import Caches, Shape
 
     layer = (q_heads, kv_heads, head_size, block_size)
     shapes = [Shape(length, batch, 1 + mtp, *layer) for length in lengths]
     caches = Caches(shapes)
     typer.echo(
-        f"{torch.cuda.get_device_name()}, {bandwidth() / 1e12:.2f} TB/s   µs a layer of {q_heads} query and "
+        f"{torch.cuda.get_device_name()}, {copy_bandwidth() / 1e12:.2f} TB/s   µs a layer of {q_heads} query and "
         f"{kv_heads} KV heads of {head_size}; batch {batch}"
     )
     for shape in shapes:
-        limit = shape.nbytes(head_size + 8) / bandwidth() * 1e6
+        limit = shape.nbytes(head_size + 8) / copy_bandwidth() * 1e6
         typer.echo(f"context {shape.context}: decoding {shape.query} token(s); int4's bytes take {limit:.1f} µs")
         rows: list[_Row] = [
             (f"int4, {text}", f"VLLM_EXL3_INT4_DECODE={text}", lambda cut=cut, shape=shape: caches.ours(shape, cut))  # type: ignore[misc]

@@ -21,7 +21,7 @@ from vllm_exl3.attention.shape import KernelShape
 from vllm_exl3.cuda.timing import replayed
 from vllm_exl3.serving.kv import flash_attention
 
-__all__ = ["Caches", "Shape", "bandwidth"]
+__all__ = ["Caches", "Shape"]
 
 _ROTATED_BYTES = 400e6
 _FP8 = torch.float8_e4m3fn
@@ -59,23 +59,6 @@ class Shape:
     def nbytes(self, slot: int) -> int:
         """Bytes of cache that are read, at ``slot`` bytes a token and KV head."""
         return self.batch * self.context * self.kv_heads * slot
-
-
-@functools.cache
-def bandwidth() -> float:
-    """Bytes a second that large copies read and write; in a graph they would take the slower copy engine."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    rates = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(10):
-            target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        rates.append(20 * source.numel() / (begin.elapsed_time(end) * 1e-3))
-    return statistics.median(rates)
 
 
 class Caches:
