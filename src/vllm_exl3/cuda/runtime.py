@@ -168,7 +168,7 @@ class Device:
                     self._kernels[instance] = load_kernel(image, instance.entry, instance.label)
 
     def kernel(self, instance: Instance) -> Kernel:
-        """The loaded kernel. What nothing prepared is compiled now, as are those of tables, in vLLM's profiling run.
+        """The loaded kernel. What nothing prepared is compiled now: those of tables are, by a look-up while a model loads.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
