@@ -168,7 +168,7 @@ class Device:
                     self._kernels[instance] = load_kernel(image, instance.entry, instance.label)
 
     def kernel(self, instance: Instance) -> Kernel:
-        """The loaded kernel. What nothing prepared is compiled now: those of tables are, by a look-up while a model loads.
+        """The loaded kernel. What nothing prepared is compiled now, as those of tables are, by a look-up at loading.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
