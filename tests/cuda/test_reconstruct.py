@@ -31,7 +31,7 @@ class Decoded:
 @pytest.mark.parametrize("width", [256, 200])
 def test_windows_cover_every_column_once(mebibytes: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXL3_RECONSTRUCT_MB", mebibytes)
-    monkeypatch.setattr(reconstruct, "_decode", Decoded())
+    monkeypatch.setattr(reconstruct, "decode_columns", Decoded())
     generator = torch.Generator().manual_seed(width)
     trellis = torch.randint(
         -(2**15), 2**15, (sum(s.trellis_words for s in SHARDS),), generator=generator, dtype=torch.int16
@@ -59,7 +59,7 @@ def test_shards_of_one_layer_share_the_scratch(monkeypatch: pytest.MonkeyPatch) 
         assert dense.untyped_storage().nbytes() == 256 * 1152 * 4
         dense.zero_()
 
-    monkeypatch.setattr(reconstruct, "_decode", decode_nothing)
+    monkeypatch.setattr(reconstruct, "decode_columns", decode_nothing)
     words = torch.zeros(sum(s.trellis_words for s in SHARDS), dtype=torch.int16)
     suh, svh = (torch.ones(n, dtype=torch.float16) for n in (3 * 256, sum(s.out_features for s in SHARDS)))
     out = reconstruct.linear(torch.ones(2, 256), words, suh, svh, None, tuple(pack_shards(SHARDS)))

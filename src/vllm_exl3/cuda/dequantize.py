@@ -1,4 +1,4 @@
-"""The dequantize op on CUDA: one launch a shard, and no host wait."""
+"""The dequantize op on CUDA, and the decoding of some of a shard's columns: one launch a shard, and no host wait."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.binding import ELEMENTS, check_flat
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import ShardArgs
+from vllm_exl3.ops.linear import split_shards
 from vllm_exl3.ops.shards import Shard, cached_shards
-from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.pack.stored import BLOCK, TILE
 
-__all__ = ["dequantize", "dequantize_instance"]
+__all__ = ["decode_columns", "dequantize", "dequantize_instance"]
 
 _THREADS = 256
 _SHARED = BLOCK * (BLOCK + 1) * 4
@@ -46,35 +47,57 @@ def dequantize(
     if len({shard.in_features for shard in every}) != 1:
         raise ValueError(f"shards of {[shard.in_features for shard in every]} inputs, expected one width")
     check_flat(every, trellis, suh, svh)
-    device = runtime.device(trellis.device.index)
     out = torch.empty(
         (every[0].in_features, sum(shard.crop_size for shard in every)), dtype=dtype, device=trellis.device
     )
-    stream = runtime.current_stream(trellis.device.index)
-    column = trellis_at = suh_at = svh_at = 0
-    for shard in every:
-        arguments = ShardArgs(
-            trellis=trellis.data_ptr() + 2 * trellis_at,
-            suh=suh.data_ptr() + 2 * suh_at,
-            svh=svh.data_ptr() + 2 * svh_at,
-            in_features=shard.in_features,
-            out_features=shard.out_features,
-            crop_start=shard.crop_start,
-            crop_size=shard.crop_size,
-            out_column=column,
-        )
-        kernel = device.kernel(dequantize_instance(shard))
-        kernel.allow_shared(_SHARED)
-        scalars = [
-            ctypes.c_uint64(out.data_ptr()),
-            ctypes.c_int64(out.stride(0)),
-            ctypes.c_uint32(ELEMENTS[dtype]),
-            ctypes.c_uint32(rotated),
-        ]
-        grid = (shard.out_features // BLOCK, shard.in_features // BLOCK)
-        kernel.launch(grid, _THREADS, _SHARED, stream, [arguments, *scalars], False)
+    column = 0
+    for shard, *parts in split_shards(trellis, suh, svh, tuple(shards)):
+        decode_columns(shard, *parts, shard.crop_start, out[:, column : column + shard.crop_size], rotated=rotated)
         column += shard.crop_size
-        trellis_at += shard.trellis_words
-        suh_at += shard.in_features
-        svh_at += shard.out_features
     return out
+
+
+def decode_columns(
+    shard: Shard,
+    trellis: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    begin: int,
+    dense: torch.Tensor,
+    *,
+    rotated: bool = False,
+) -> None:
+    """Decode columns ``begin`` and following of one shard, as many as ``dense`` has.
+
+    Args:
+        shard: whose crop does not count here.
+        trellis: int16, the shard's own words, flat.
+        suh: float16, its own.
+        svh: float16, its own.
+        begin: first column, of all that are stored.
+        dense: ``[in_features, columns]``; rows may be strided.
+        rotated: as in `dequantize`.
+    """
+    if dense.shape[1] == 0:
+        return
+    first = begin // BLOCK * BLOCK
+    arguments = ShardArgs(
+        trellis=trellis.data_ptr() + first // TILE * shard.half_bits * 16,
+        suh=suh.data_ptr(),
+        svh=svh.data_ptr() + 2 * first,
+        in_features=shard.in_features,
+        out_features=shard.out_features,
+        crop_start=begin - first,
+        crop_size=dense.shape[1],
+    )
+    kernel = runtime.device(dense.device.index).kernel(dequantize_instance(shard))
+    kernel.allow_shared(_SHARED)
+    scalars = [
+        ctypes.c_uint64(dense.data_ptr()),
+        ctypes.c_int64(dense.stride(0)),
+        ctypes.c_uint32(ELEMENTS[dense.dtype]),
+        ctypes.c_uint32(rotated),
+    ]
+    grid = (-(-(begin - first + dense.shape[1]) // BLOCK), shard.in_features // BLOCK)
+    stream = runtime.current_stream(dense.device.index)
+    kernel.launch(grid, _THREADS, _SHARED, stream, [arguments, *scalars], dependent=False)

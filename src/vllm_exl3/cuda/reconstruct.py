@@ -5,24 +5,20 @@ inside the product; it is chosen by name only. Decoded weights are rounded to x'
 2e-3 of relative error.
 """
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from vllm_exl3 import env
 from vllm_exl3.cuda import runtime
-from vllm_exl3.cuda.binding import ELEMENTS
-from vllm_exl3.cuda.dequantize import dequantize_instance
-from vllm_exl3.cuda.geometry import ShardArgs
+from vllm_exl3.cuda.binding import check_flat
+from vllm_exl3.cuda.dequantize import decode_columns, dequantize_instance
 from vllm_exl3.ops.backends import count_reconstructed
 from vllm_exl3.ops.linear import split_shards
 from vllm_exl3.ops.shards import Shard, cached_shards
-from vllm_exl3.pack.stored import BLOCK, TILE
+from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["linear", "prepare"]
-
-_THREADS, _SHARED = 256, BLOCK * (BLOCK + 1) * 4
 
 
 def linear(
@@ -48,6 +44,7 @@ def linear(
     """
     layout = tuple(shards)
     every = cached_shards(layout)
+    check_flat(every, trellis, suh, svh)
     out = x.new_empty((x.shape[0], sum(shard.crop_size for shard in every)))
     # One for all shards: of two, the first would still be there while the second is made.
     scratch = x.new_empty(max(_elements_at_once(shard, x.element_size()) for shard in every))
@@ -59,7 +56,7 @@ def linear(
             begin = max(first, shard.crop_start)
             end = min(first + step, shard.crop_start + shard.crop_size)
             part = dense[:, : end - begin]
-            _decode(shard, words, suh_part, svh_part, begin, part)
+            decode_columns(shard, words, suh_part, svh_part, begin, part)
             count_reconstructed(part.nbytes)
             at = column + begin - shard.crop_start
             torch.matmul(x, part[: x.shape[1]], out=out[:, at : at + end - begin])
@@ -74,36 +71,6 @@ def _columns_at_once(shard: Shard, element_size: int) -> int:
 
 def _elements_at_once(shard: Shard, element_size: int) -> int:
     return shard.in_features * min(_columns_at_once(shard, element_size), shard.out_features)
-
-
-def _decode(
-    shard: Shard, words: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, begin: int, dense: torch.Tensor
-) -> None:
-    """Columns ``begin`` and following of a shard's dense weights, as many as ``dense`` has."""
-    first = begin // BLOCK * BLOCK
-    device = runtime.device(dense.device.index)
-    arguments = ShardArgs(
-        trellis=words.data_ptr() + first // TILE * shard.half_bits * 16,
-        suh=suh.data_ptr(),
-        svh=svh.data_ptr() + 2 * first,
-        in_features=shard.in_features,
-        out_features=shard.out_features,
-        crop_start=begin - first,
-        crop_size=dense.shape[1],
-    )
-    kernel = device.kernel(dequantize_instance(shard))
-    kernel.allow_shared(_SHARED)
-    scalars = [
-        ctypes.c_uint64(dense.data_ptr()),
-        ctypes.c_int64(dense.stride(0)),
-        ctypes.c_uint32(ELEMENTS[dense.dtype]),
-        ctypes.c_uint32(0),
-    ]
-    blocks = -(-(begin - first + dense.shape[1]) // BLOCK)
-    stream = torch.cuda.current_stream(dense.device).cuda_stream
-    kernel.launch(
-        (blocks, shard.in_features // BLOCK), _THREADS, _SHARED, stream, [arguments, *scalars], dependent=False
-    )
 
 
 def prepare(layers: Sequence[tuple[tuple[int, ...], int]], device: torch.device) -> None:
