@@ -274,6 +274,14 @@ def test_leftovers_are_an_error_unless_skipped_on_purpose(pack_of: MakePack) -> 
     resolver.raise_if_unmatched(lambda key: "another pipeline stage" if ".layers.1." in key else None)
 
 
+def test_experts_that_no_module_finds_are_told_with_those_that_lack_theirs(pack_of: MakePack) -> None:
+    keys = [f"model.layers.0.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    resolver = NameResolver(pack_of(*keys))
+    assert resolver.resolve_experts("model.layers.0.block_sparse_moe.experts") is None
+    with pytest.raises(Exl3PackError, match=r"without a match: model\.layers\.0\.block_sparse_moe\.experts"):
+        resolver.raise_if_unmatched()
+
+
 def test_modules_that_have_their_tensors_are_not_said_to_lack_them(pack_of: MakePack) -> None:
     resolver = NameResolver(pack_of("model.layers.0.mlp.down_proj", "model.layers.7.mlp.down_proj"))
     resolver.resolve("model.layers.0.mlp.down_proj")

@@ -139,7 +139,7 @@ class NameResolver:
         matched = sum(1 for key in self._claimed if key in self.pack.linears)
         stored = ", ".join(left[:_SAMPLES])
         asked = [prefix for prefix in self._asked if prefix]
-        unmatched = [prefix for prefix in asked if self._keys_quietly(prefix) is None]
+        unmatched = [prefix for prefix in asked if not self._has_match(prefix)]
         if asked and not unmatched:
             without = "all modules of the model have their tensors"
             remedy = (
@@ -208,11 +208,15 @@ class NameResolver:
             return (key,)
         return None
 
-    def _keys_quietly(self, prefix: str) -> tuple[str, ...] | None:
+    def _has_match(self, prefix: str) -> bool:
+        """Whether the pack stores something for a module, for messages."""
+        if prefix.endswith(".experts"):
+            stored = self._canonical_mlp(prefix.removesuffix(".experts")) in self._experts
+            return stored or any(name.startswith(f"{prefix}.") for name in self.pack.tensors)  # in 16 bits
         try:
-            return self._keys(prefix) if not prefix.endswith(".experts") else ()
+            return self._keys(prefix) is not None
         except Exl3PackError:
-            return None
+            return False
 
     def _fusions(self, prefix: str) -> Iterator[tuple[str, ...]]:
         """Full names of the parts that ``prefix`` may be stored as, vLLM's own mapping first."""
