@@ -46,6 +46,9 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
         x: ``[M, hidden]``.
         arguments: those of `MoECall`.
         form: how to multiply; chosen by the number of tokens when None.
+
+    Raises:
+        ValueError: a dtype that no kernel reads, or tensors that they would misread.
     """
     call = MoECall(*arguments)
     if x.stride(-1) != 1:
@@ -56,6 +59,11 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
     if call.table.shape[0] == 0:  # a rank without experts adds nothing to the sum
         return out.zero_()
     weights, ids = call.topk_weights.to(torch.float32).contiguous(), call.topk_ids
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        raise ValueError(
+            f"routing of {x.shape[0]} tokens: found weights {tuple(weights.shape)} and experts {tuple(ids.shape)}, "
+            f"expected both as [{x.shape[0]}, choices]"
+        )
     ids = (ids if ids.dtype in (torch.int32, torch.int64) else ids.int()).contiguous()
     local = None if call.expert_map is None else call.expert_map.to(torch.int32).contiguous()
     experts = call.table.shape[0]
@@ -128,7 +136,7 @@ def _launch(device: runtime.Device, plan: MoePlan, arguments: MoeArgs, where: to
         for name, value in values.items():
             setattr(target, name, value)
     plan.scratch.place(arguments, scratch.data_ptr())
-    stream, dependent = torch.cuda.current_stream(where).cuda_stream, device.limits.dependent_launch
+    stream, dependent = runtime.current_stream(where.index), device.limits.dependent_launch
     for launch in plan.launches:
         arguments.stage = launch.stage
         kernel = device.kernel(launch.instance)
