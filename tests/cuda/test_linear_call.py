@@ -18,12 +18,13 @@ WIDTH = 712
 
 @dataclass
 class Noted:
-    """One launch: its kernel, the rows it was told of and where the first of them lies."""
+    """One launch: its kernel, the rows it was told of, where the first of them lies, and all that it was told."""
 
     kernel: str
     rows: int
     x: int
     out: int
+    told: Any
 
 
 @dataclass
@@ -46,7 +47,8 @@ class NotingDevice:
 
     def launch(self, grid: Any, threads: int, shared: int, stream: int, arguments: list[Any], *_: Any) -> None:
         (told,) = arguments
-        self.launches.append(Noted(self.label, told.rows, told.x, told.out))
+        copy = type(told).from_buffer_copy(told)
+        self.launches.append(Noted(self.label, told.rows, told.x, told.out, copy))
 
 
 @pytest.fixture
@@ -62,9 +64,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDevice]:
 
 
 def call(
-    rows: int, form: Form | None = None, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    rows: int,
+    form: Form | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    stride: int = 300,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.zeros(rows, 300, dtype=dtype)[:, :256]
+    x = torch.zeros(rows, stride, dtype=dtype)[:, :256]
     trellis = torch.zeros(sum(shard.trellis_words for shard in SHARDS), dtype=torch.int16)
     suh, svh = torch.zeros(512, dtype=torch.float16), torch.zeros(768, dtype=torch.float16)
     return x, linear.linear(x, trellis, suh, svh, bias, pack_shards(SHARDS), form=form, rotated=False)
@@ -169,3 +175,73 @@ def test_prompts_go_to_their_own_kernel(device: NotingDevice, monkeypatch: pytes
     monkeypatch.setattr(linear.prefill, "prefill", lambda x, *_: served.append(x.shape[0]))
     call(300)
     assert served == [300] and not device.launches
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stride", "precision", "kernels"),
+    [
+        (torch.bfloat16, 304, "default", ["rotate", ""]),
+        (torch.float16, 256, "default", ["rotate", ""]),
+        (torch.bfloat16, 300, "default", ["transform", ""]),  # rows that begin between vectors of 16 bytes
+        (torch.float32, 304, "default", ["transform", ""]),
+        (torch.bfloat16, 304, "fast", ["quantize", "int8"]),
+        (torch.float32, 300, "fast", ["quantize", "int8"]),
+    ],
+)
+def test_prompts_are_rotated_by_the_kernel_that_can_load_them(
+    device: NotingDevice,
+    dtype: torch.dtype,
+    stride: int,
+    precision: str,
+    kernels: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_PRECISION", precision)
+    x, out = call(300, dtype=dtype, stride=stride)
+    names = [launch.kernel.removeprefix("exl3_prefill").strip("_").partition("_")[0] for launch in device.launches]
+    assert [name if name.isalpha() or name == "int8" else "" for name in names[:2]] == kernels
+    assert names[2:] in ([], ["finish"])
+    assert {(launch.rows, launch.x, launch.out) for launch in device.launches} == {(300, x.data_ptr(), out.data_ptr())}
+
+
+def test_long_prompts_are_served_in_even_windows(device: NotingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear.prefill, "_WINDOW_BYTES", 512 * 2 * 512)  # of two shards of 256 inputs: 512 rows
+    linear.prefill.window_rows.cache_clear()
+    try:
+        x, out = call(1300)
+    finally:
+        linear.prefill.window_rows.cache_clear()
+    told = list(dict.fromkeys((launch.rows, launch.x, launch.out) for launch in device.launches))
+    assert told == [
+        (rows, x[first].data_ptr(), out[first].data_ptr()) for first, rows in ((0, 512), (512, 512), (1024, 276))
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 24, 300])
+def test_more_shards_than_a_launch_takes_are_served_in_groups(device: NotingDevice, rows: int) -> None:
+    shards = [Shard(8 - 2 * (index % 2), 2, 256, 128 * (1 + index), 5, 100 + index) for index in range(11)]
+    words, inputs, outputs, width = (
+        sum(counts)
+        for counts in zip(*((s.trellis_words, s.in_features, s.out_features, s.crop_size) for s in shards), strict=True)
+    )
+    trellis = torch.zeros(words, dtype=torch.int16)
+    suh, svh = torch.zeros(inputs, dtype=torch.float16), torch.zeros(outputs, dtype=torch.float16)
+    bias, x = torch.zeros(width, dtype=torch.bfloat16), torch.zeros(rows, 256, dtype=torch.bfloat16)
+    out = linear.linear(x, trellis, suh, svh, bias, pack_shards(shards))
+    assert out.shape == (rows, width)
+    first, second = ([launch for launch in device.launches if launch.told.shard_count == count] for count in (8, 3))
+    assert first and second and len(first) + len(second) == len(device.launches)
+    for launches, at in ((first, 0), (second, 8)):
+        before = shards[:at]
+        column = sum(shard.crop_size for shard in before)
+        for launch in launches:
+            told = launch.told
+            assert (launch.x, launch.out) == (x.data_ptr(), out[:, column:].data_ptr())
+            assert told.out_stride == width and told.bias == bias[column:].data_ptr()
+            for index, shard in enumerate(shards[at : at + 8]):
+                held, ahead = told.shards[index], shards[: at + index]
+                assert held.trellis == trellis[sum(s.trellis_words for s in ahead) :].data_ptr()
+                assert held.suh == suh[sum(s.in_features for s in ahead) :].data_ptr()
+                assert held.svh == svh[sum(s.out_features for s in ahead) :].data_ptr()
+                assert (held.crop_start, held.crop_size) == (5, shard.crop_size)
+                assert held.out_column == sum(s.crop_size for s in shards[at : at + index])
