@@ -112,10 +112,20 @@ def test_a_package_that_does_not_import_is_a_reason_and_no_crash(
     assert (exllamav3.unavailable() or "").startswith(reason)
 
 
-@pytest.mark.parametrize("installed", ["1.6.4", "1.7.0", "1.6.5"])
-def test_another_version_than_was_tried_is_named(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "served"),
+    [
+        ("1.6.4", False),
+        ("1.7.0", False),
+        ("1.6.5", True),
+        ("1.6.5+cu130.torch2.11.0", True),
+        ("1.6.6+cu130.torch2.11.0", False),
+        ("1.6.50", False),
+    ],
+)
+def test_another_version_than_was_tried_is_named(installed: str, served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", {"exllamav3": installed}.__getitem__)
-    reason = None if installed == "1.6.5" else f"exllamav3 {installed} is installed, 1.6.5 is needed"
+    reason = None if served else f"exllamav3 {installed} is installed, 1.6.5 is needed"
     assert exllamav3.unavailable() == reason
 
 

@@ -33,7 +33,7 @@ def unavailable() -> str | None:
             return f"exllamav3 cannot be imported ({type(error).__name__}: {error})"
         except Exception as error:  # its package loads its extension, which fails in many ways
             return f"exllamav3 cannot be imported ({type(error).__name__}: {error})"
-    if found not in VERSIONS:
+    if found.partition("+")[0] not in VERSIONS:  # its wheels name CUDA and torch behind a plus
         return f"exllamav3 {found} is installed, {' or '.join(VERSIONS)} is needed"
     try:
         import exllamav3.modules.quant.exl3  # noqa: F401
