@@ -46,7 +46,7 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
         degrees = [
             (row["degree"], "yes" if row["legal"] else "no", row["blocker"] or row["note"] or "") for row in survey[key]
         ]
-        _print_table(console, title, ("degree", "legal", "first blocker, or what it costs"), degrees)
+        _print_table(console, title, ("degree", "works", "first reason why not, or what it costs"), degrees)
     _print_verdict(survey, console)
 
 
