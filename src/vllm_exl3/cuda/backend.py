@@ -15,7 +15,7 @@ def unsupported_device() -> str | None:
         if major < 8:
             return (
                 f"cuda:{index} {torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; "
-                "EXL3 kernels need 8.0 or later"
+                "EXL3 kernels need 8.0 or later (CUDA_VISIBLE_DEVICES leaves it out)"
             )
     return None
 
