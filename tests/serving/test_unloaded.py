@@ -1,13 +1,22 @@
 """Tensors that a pack lacks although its model needs them: refused before serving, never served as noise."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from tests.serving.conftest import Tensors
 from tests.serving.engine import engine, generate
@@ -163,6 +172,46 @@ def test_rows_that_were_never_written_are_counted(
             method.process_weights_after_loading(layer)
     else:
         method.process_weights_after_loading(layer)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """What vLLM's linears ask for when they are built."""
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{tmp_path / 'group'}", 0, "gloo")
+        initialize_model_parallel()
+        yield
+        cleanup_dist_env_and_memory()
+
+
+class Sixteen(QuantizationConfig):
+    """Gives every layer the watched method."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> UnquantizedLinearMethod:
+        return watched(UnquantizedLinearMethod(), prefix)
+
+    get_name = get_supported_act_dtypes = get_min_capability = get_config_filenames = from_config = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [QKVParallelLinear, RowParallelLinear, ReplicatedLinear])
+def test_a_bias_that_was_never_written_is_refused(kind: type[LinearBase]) -> None:
+    sizes = (8, 4, 2, 1) if kind is QKVParallelLinear else (8, 16)
+    for bias, written, refused in ((True, 16, 0), (True, 12, 4), (True, 0, 16), (False, 0, 0)):
+        layer = kind(*sizes, bias=bias, quant_config=Sixteen(), prefix="some.layer")
+        assert "register_parameter" not in vars(layer)
+        layer.weight.data.fill_(1)
+        if bias:
+            assert layer.bias.isnan().all()
+            layer.bias.data[:written] = 1
+        with (
+            pytest.raises(Exl3PackError, match=rf"some\.layer\.bias: found {refused} of 16 rows")
+            if refused
+            else contextlib.nullcontext()
+        ):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def exl3_part(codebook: Codebook) -> Part:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3.pack.errors import Exl3PackError
@@ -52,6 +53,8 @@ def is_target_s(kind: str, config: VllmConfig | None) -> bool:
 def watched(method: Method, where: str) -> Method:
     """Let a method without quantization refuse, before the engine serves, a ``weight`` that was never written.
 
+    Of linears, a ``bias`` too.
+
     The object stays of its class: vLLM compares classes to choose its own fast paths.
 
     Args:
@@ -64,11 +67,16 @@ def watched(method: Method, where: str) -> Method:
         create_weights(layer, *args, **kwargs)
         # One value of each row, since the tensors of a fused layer fill different rows.
         layer.weight.data[:, 0] = torch.nan
+        if isinstance(layer, LinearBase):
+            _mark_bias_to_come(layer)
 
     def check_and_process(layer: torch.nn.Module) -> None:
         weight = getattr(layer, "weight", None)
         if isinstance(weight, torch.Tensor) and not weight.is_meta and weight.dim() > 1 and weight.numel():
-            _check(where, weight)
+            _check(f"{where}.weight", weight[:, 0].reshape(weight.shape[0], -1))
+        bias = getattr(layer, "bias", None)
+        if isinstance(layer, LinearBase) and isinstance(bias, torch.Tensor) and not bias.is_meta:
+            _check(f"{where}.bias", bias.reshape(-1, 1))
         process_weights(layer)
 
     method.create_weights = create_and_mark  # type: ignore[method-assign]
@@ -123,12 +131,27 @@ def _check_experts(where: str, values: list[torch.Tensor]) -> None:
         )
 
 
-def _check(where: str, weight: torch.Tensor) -> None:
-    rows = int(torch.isnan(weight[:, 0]).reshape(weight.shape[0], -1).any(dim=1).sum())
+def _mark_bias_to_come(layer: LinearBase) -> None:
+    """Spoil the bias, which vLLM makes after the weights, and of whatever lies in that memory."""
+    register = layer.register_parameter
+
+    def register_and_mark(name: str, parameter: torch.nn.Parameter | None) -> None:
+        if name == "bias":
+            del layer.register_parameter  # the class' own again
+            if parameter is not None:
+                parameter.data.fill_(torch.nan)
+        register(name, parameter)
+
+    layer.register_parameter = register_and_mark  # type: ignore[method-assign]
+
+
+def _check(where: str, values: torch.Tensor) -> None:
+    """Refuse a parameter of which some of the values that stand for its rows ``[rows, any]`` are NaN."""
+    rows = int(torch.isnan(values).any(dim=1).sum())
     if rows:
         raise Exl3PackError(
-            found=f"{rows} of {weight.shape[0]} rows that no tensor was loaded into, or that hold NaN",
+            found=f"{rows} of {values.shape[0]} rows that no tensor was loaded into, or that hold NaN",
             expected="a stored tensor, EXL3 or in 16 bits, for every layer that the model has",
-            where=f"{where}.weight",
+            where=where,
             remedy=f"{_REMEDY} A pack without its vision or audio tower takes --limit-mm-per-prompt with 0 of each.",
         )
