@@ -71,3 +71,8 @@ def test_a_published_split() -> None:
         (1280, 512),
         (1792, 512),
     ]
+
+
+def test_one_block_and_one_rank_are_not_plural() -> None:
+    with pytest.raises(Exl3PackError, match=r"found 1 block of 128 .* at most 1 rank: without"):
+        block_split(BLOCK, 0, 2, where="layer")

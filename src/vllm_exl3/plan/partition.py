@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import BLOCK, pad_to_block
+from vllm_exl3.pack.wording import counted
 
 __all__ = ["Piece", "block_split", "covering_blocks", "piece"]
 
@@ -74,11 +75,11 @@ def block_split(total: int, rank: int, ranks: int, *, where: str) -> tuple[int, 
     blocks = total // BLOCK
     if blocks < ranks:
         raise Exl3PackError(
-            found=f"{blocks} block{'s' if blocks != 1 else ''} of {BLOCK} channels for {ranks} ranks",
+            found=f"{counted(blocks, 'block')} of {BLOCK} channels for {counted(ranks, 'rank')}",
             expected="at least one block per rank",
             where=where,
-            remedy=f"Use --enable-expert-parallel, which keeps experts whole, or at most {blocks} ranks: without it, "
-            "tensor-parallel and data-parallel ranks all share each expert.",
+            remedy="Use --enable-expert-parallel, which keeps experts whole, or at most "
+            f"{counted(blocks, 'rank')}: without it, tensor-parallel and data-parallel ranks all share each expert.",
         )
     share, more = divmod(blocks, ranks)
     start = rank * share + min(rank, more)
