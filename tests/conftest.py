@@ -1,6 +1,7 @@
 """Shared by all tests; its presence also puts this folder on the import path, for helpers such as `tiny_pack`."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -50,6 +51,9 @@ def _alone() -> Iterator[None]:
     """Every test has the same random numbers, whichever tests ran before it, and leaves what it found."""
     if hasattr(torch := sys.modules.get("torch"), "manual_seed"):
         torch.manual_seed(0)
+    # Once vLLM has set its handlers, its logger hands nothing on. Pytest looks at that before it calls a test: one that
+    # changes it itself hears everything twice.
+    logging.getLogger("vllm").propagate = True
     before = _shared_state()
     yield
     assert _shared_state() == before, "this test changed what those after it find"

@@ -21,7 +21,6 @@ INSTANCES = [Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS"
 @pytest.fixture(autouse=True)
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "compiler_version", lambda: "13.0")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 def test_what_is_compiled_is_said_before_and_after_and_only_then(

@@ -40,12 +40,6 @@ def test_second_time_comes_from_disk(cache: CubinCache) -> None:
     assert not list(cache.folder.glob(".new-*"))
 
 
-@pytest.fixture(autouse=True)
-def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's logger hands nothing on, where another test has imported vLLM."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-
-
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "magic"])
 def test_corrupt_files_are_rebuilt_and_said_once(
     cache: CubinCache, damage: str, caplog: pytest.LogCaptureFixture

@@ -40,7 +40,6 @@ def test_ngram_kernels_by_all_their_names(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, installed: bool, chosen: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(logging.getLogger("vllm.exl3"), "propagate", True)
     monkeypatch.setenv("VLLM_EXL3_NGRAM_KERNEL", text)
     with caplog.at_level(logging.INFO, "vllm.exl3"):
         assert env.NGRAM_KERNEL.get() == chosen

@@ -52,7 +52,6 @@ def test_when_it_is_asked_for(
     monkeypatch.setattr(dependent_launch, "current_platform", Platform(capability))
     if not known:
         monkeypatch.delattr(inductor.triton, "enable_pdl")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING, "vllm.exl3"):
         assert asked(monkeypatch, variable, before) == after
     told = [record.getMessage() for record in caplog.records]
