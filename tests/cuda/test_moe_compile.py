@@ -25,8 +25,9 @@ def tolerated(instance: Instance) -> int:
     """Bytes of stack that cost nothing measurable.
 
     Warpgroup kernels put accumulators aside once an item, until their rows are stored, clusters only where kinds mix;
-    fp16 with mma.sync, for GPUs without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a
-    few for a second block.
+    those for small row blocks then also two to four words in eight products, as they refill the ring. fp16 with
+    mma.sync, for GPUs without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a few for a
+    second block.
     """
     if instance.source == "moe_cluster.cu":
         return 176 if dict(instance.macros)["INSTANCE_KINDS"].count("Kind<") > 1 else 0
