@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from tests.conftest import DATA
 from tests.tiny_pack import llama
 from vllm_exl3.cli import app
-from vllm_exl3.cli.tables import format_bytes
 from vllm_exl3.pack import Pack
+from vllm_exl3.pack.wording import format_bytes
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "160"}
 

@@ -32,7 +32,7 @@ def embed_quant(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    from vllm_exl3.cli.tables import format_bytes
+    from vllm_exl3.pack.wording import format_bytes
     from vllm_exl3.tools.table_writer import quantize_embedding
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())

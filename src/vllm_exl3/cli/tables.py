@@ -6,21 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_exl3.pack.wording import counted
+from vllm_exl3.pack.wording import counted, format_bytes
 
-__all__ = ["format_bytes", "print_survey"]
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def format_bytes(size: int) -> str:
-    """A size with three digits and a binary unit."""
-    value = float(size)
-    for unit in _UNITS[:-1]:
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} {_UNITS[-1]}"
+__all__ = ["print_survey"]
 
 
 def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> None:
