@@ -60,8 +60,11 @@ class Variable(Generic[T]):
         Raises:
             VariableError: the variable is set to something it does not take.
         """
-        given = self.given()
-        return self._parse(*given[0]) if given else self._parse(self.name, self.default)
+        # Not by way of `given`: calls of kernels read variables, which lists would slow down.
+        for name in (self.name, *self.aliases):
+            if text := os.environ.get(name, "").strip():
+                return self._parse(name, text)
+        return self._parse(self.name, self.default)
 
     def given(self) -> list[tuple[str, str]]:
         """The names that it is set under, and what they hold; the first one counts."""
