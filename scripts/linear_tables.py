@@ -4,7 +4,7 @@ import math
 import textwrap
 from typing import Any
 
-__all__ = ["linear_tables", "wrapped"]
+__all__ = ["linear_tables", "marlin_times", "wrapped"]
 
 _READ_GBPS = 4400
 """What the GPU's memory was measured to deliver to a kernel that only reads."""
@@ -86,9 +86,14 @@ def linear_tables(results: dict[str, Any], marlin: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def marlin_times(results: dict[str, Any]) -> dict[tuple[str, int, int, int], float]:
+    """Microseconds by (kernel, in, out, tokens)."""
+    return {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in results["rows"]}
+
+
 def _marlin_lines(results: dict[str, Any]) -> list[str]:
     """vLLM's own int4 linear beside ours, in one process."""
-    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in results["rows"]}
+    times = marlin_times(results)
     tokens = sorted({cell[3] for cell in times})
     lines = [
         wrapped(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_tables import kv_tables
-from linear_tables import linear_tables, wrapped
+from linear_tables import linear_tables, marlin_times, wrapped
 from serve_tables import serve_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,7 +144,7 @@ def moe_line() -> str:
 
 def marlin_line() -> str:
     """vLLM's own int4 linear, which is the nearest rival inside vLLM."""
-    times = {(row["kernel"], row["in"], row["out"], row["m"]): row["us"] for row in load("h200/marlin.json")["rows"]}
+    times = marlin_times(load("h200/marlin.json"))
     shapes = sorted({cell[1:3] for cell in times})
     texts = []
     for tokens in (1, 8, 32, 128):

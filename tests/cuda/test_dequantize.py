@@ -1,13 +1,14 @@
 """What launches of the decoder are told, by a stand-in that computes what the kernel would from the same addresses."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_exl3.cuda import dequantize, reconstruct, runtime
+from vllm_exl3.cuda import dequantize, reconstruct
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -68,11 +69,8 @@ class Decoder:
 
 
 @pytest.fixture
-def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    stand_in = Decoder()
-    monkeypatch.setattr(runtime, "device", lambda index: stand_in)
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
-    return stand_in
+def decoder(in_place_of_the_device: Callable[[Decoder], Decoder]) -> Decoder:
+    return in_place_of_the_device(Decoder())
 
 
 def _tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,13 +1,13 @@
 """What a call of the linear op launches, on a device that only takes notes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_exl3.cuda import linear, runtime
+from vllm_exl3.cuda import linear
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import Form, GpuLimits
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -52,14 +52,13 @@ class NotingDevice:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingDevice]:
-    device = NotingDevice()
-    monkeypatch.setattr(runtime, "device", lambda index: device)
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
+def device(
+    monkeypatch: pytest.MonkeyPatch, in_place_of_the_device: Callable[[NotingDevice], NotingDevice]
+) -> Iterator[NotingDevice]:
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_EXL3_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     linear._way_to_serve.cache_clear()
-    yield device
+    yield in_place_of_the_device(NotingDevice())
     linear._way_to_serve.cache_clear()
 
 

@@ -1,13 +1,14 @@
 """What a call of the MoE op tells its launches, on a device that only takes notes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_exl3.cuda import moe, runtime
+from vllm_exl3.cuda import moe
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, MoeArgs
@@ -42,11 +43,8 @@ class NotingDevice:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> NotingDevice:
-    device = NotingDevice()
-    monkeypatch.setattr(runtime, "device", lambda index: device)
-    monkeypatch.setattr(runtime, "current_stream", lambda index: 7)
-    return device
+def device(in_place_of_the_device: Callable[[NotingDevice], NotingDevice]) -> NotingDevice:
+    return in_place_of_the_device(NotingDevice())
 
 
 @pytest.fixture(scope="module")
