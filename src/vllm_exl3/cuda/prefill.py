@@ -13,6 +13,7 @@ from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import (
     FINISH,
     FINISH_SHARED,
+    INT8_FINISH,
     MMA_TILES,
     TILES,
     PrefillArgs,
@@ -117,7 +118,7 @@ def prefill(
     for first in range(0, x.shape[0], step):
         part = x[first : first + step]
         plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges, int8=int8)
-        _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step])
+        _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step], INT8_FINISH if int8 else FINISH)
 
 
 def _in_vectors(x: torch.Tensor) -> bool:
@@ -134,6 +135,7 @@ def _launch(
     svh: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    finish: Instance,
 ) -> None:
     stream = runtime.current_stream(x.device.index)
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
@@ -148,4 +150,4 @@ def _launch(
     gemm.allow_shared(plan.shared)
     gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
     if plan.finish is not None:
-        device.kernel(FINISH).launch(plan.finish, _FINISH_THREADS, FINISH_SHARED, stream, [arguments], dependent)
+        device.kernel(finish).launch(plan.finish, _FINISH_THREADS, FINISH_SHARED, stream, [arguments], dependent)

@@ -12,7 +12,8 @@ _END_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 8000.0}
 
 _LEAVE_CYCLES = {64: 900.0, 128: 1500.0, 192: 1500.0, 256: 2000.0}
 _FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 3000.0, 1550.0, 512
-"""Of a cut tile: to leave sums in memory; and to launch what adds them, which reads so many bytes a cycle."""
+"""Of a cut tile: to leave sums in memory; and to launch what adds them, which reads so many bytes a cycle. Sums of int8
+products have twice the bytes, and are taken to need twice the time to leave, which was not measured."""
 
 _ENDED_CYCLES, _ENDED_TOKEN_CYCLES = {64: 1800.0, 128: 3000.0}, 30.0
 """The same where clusters end the tiles that they cut, each a share: and for each of the share's tokens."""
@@ -56,14 +57,15 @@ def cut(tiles: int, depth: int, tokens: int, clusters: int, *, int8: bool = Fals
         ends: whether the kernel can end cut tiles itself, which saves a launch where no cluster has parts of two.
     """
     unit, end = (_INT8_UNIT_CYCLES if int8 else _UNIT_CYCLES)[tokens], _END_CYCLES[tokens]
-    leave = _LEAVE_CYCLES[tokens]
+    size = 2 if int8 else 1  # of a part, to that of one in fp16
+    leave = _LEAVE_CYCLES[tokens] * size
     waves, rest = divmod(tiles, clusters)
     full = waves * (depth * unit + end)
     if rest == 0:
         return Cut(clusters, tiles, 0, full)
 
     def finish(parts: int) -> float:
-        return _FINISH_CYCLES + parts * tokens * _PART_BYTES / _FINISH_BYTES
+        return _FINISH_CYCLES + parts * tokens * _PART_BYTES * size / _FINISH_BYTES
 
     choices = [(full + depth * unit + end, tiles, 0, False)]
     for parts in range(2, min(clusters // rest, depth) + 1):

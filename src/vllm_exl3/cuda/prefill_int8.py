@@ -13,7 +13,7 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill import prefill
 from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, QUANTIZE
-from vllm_exl3.cuda.prefill_plan import FINISH, INT8_TILES, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.prefill_plan import INT8_FINISH, INT8_TILES, PrefillPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -70,7 +70,7 @@ def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     if env.PRECISION.get() != "fast" or refusal(shards, limits) is not None:
         return []
     width = shards[0].in_features
-    return [QUANTIZE, FINISH, *(plan(shards, tokens, width, limits, tokens).instance for tokens in INT8_TILES)]
+    return [QUANTIZE, INT8_FINISH, *(plan(shards, tokens, width, limits, tokens).instance for tokens in INT8_TILES)]
 
 
 def prefill_int8(

@@ -18,6 +18,7 @@ from vllm_exl3.pack.stored import BLOCK
 __all__ = [
     "FINISH",
     "FINISH_SHARED",
+    "INT8_FINISH",
     "MMA_TILES",
     "TILES",
     "Cut",
@@ -39,16 +40,16 @@ MMA_TILES = (64, 128)
 INT8_TILES = (192, 256)
 """The same for int8: fewer tokens leave the tensor cores waiting for weights to be decoded."""
 
-FINISH = Instance("prefill_finish.cu", "exl3_prefill_finish")
-"""The kernel that ends tiles of which several clusters have parts."""
+FINISH, INT8_FINISH = (
+    Instance("prefill_finish.cu", "exl3_prefill_finish", (("INSTANCE_PARTS", parts),))
+    for parts in ("HalfParts", "IntParts")
+)
+"""The kernels that end tiles of which several clusters have parts: of fp16 products, and of int8 ones."""
 
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
 _INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
-_PART_SHIFT, _INT8_PART_SHIFT = 8, 12
-"""Powers of two that sums of parts of tiles are divided by to fit fp16. Activations are below 2^11, and below 2^4 where
-room is left for outliers: a larger divisor loses small rows. A row of activations is 181·sqrt(k) long at most, a column
-of weights about 1.24·sqrt(k), which bounds sums by 224·k; int8 has larger integers."""
+_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a sum that a part of a tile leaves: prefill_sums.cuh
 _ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
@@ -255,7 +256,7 @@ def plan_prefill(
     sizes = {
         "activations": len(shards) * row_tiles * depth * activation_bytes,
         "scales": 4 * len(shards) * rows,
-        "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * 2,
+        "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * (_INT8_SUM_BYTES if int8 else _SUM_BYTES),
     }
     if chosen.ended:
         sizes["arrivals"] = 4 * (tiles - chosen.whole_tiles) * chosen_kernel.strip
@@ -270,7 +271,6 @@ def plan_prefill(
         "weight_bytes": weight_bytes, "strip_blocks": chosen_kernel.strip,
         "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
         "sharing": rotation.cluster if rotation else 0,
-        "part_shift": _INT8_PART_SHIFT if int8 else _PART_SHIFT,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)

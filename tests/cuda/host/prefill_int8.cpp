@@ -32,6 +32,7 @@ template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
 #include "prefill_int8.cuh"
+#define INSTANCE_PARTS IntParts
 #include "prefill_finish.cu"
 #include "prefill_quantize.cu"
 

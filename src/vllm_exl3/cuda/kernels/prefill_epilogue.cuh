@@ -5,6 +5,7 @@
 // shared memory: of a row's 128 channels a thread then holds 32.
 #pragma once
 #include "hadamard.cuh"
+#include "prefill_sums.cuh"
 #include "prefill_tile.cuh"
 
 __device__ __forceinline__ void copy_async(u32 target, const void* source) {
@@ -39,31 +40,19 @@ __device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment&
                      block.thread, PAIR_THREADS);
 }
 
-// 2^exponent.
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(u32(127 + exponent) << 23); }
-
-// A thread's sums of 16 tokens as they are left in memory, in fp16.
-__device__ __forceinline__ uint4 packed_sums(const float* sums, float scale) {
-    u32 words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[i]) : "f"(sums[2 * i + 1] * scale), "f"(sums[2 * i] * scale));
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-__device__ __forceinline__ void add_packed(float* sums, const uint4& packed) {
-    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sums[i] += half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
-}
-
 // Leaves the sums of a part of a tile in memory, where the parts will be added up.
-template <class S, class Block>
-__device__ __forceinline__ void leave_sums(const float (&sums)[S::TOKENS / 2], const Block& block, const PrefillSegment& segment) {
+template <class S, class Parts = HalfParts, class Block>
+__device__ __forceinline__ void leave_sums(const typename Parts::Sum (&sums)[S::TOKENS / 2], const Block& block, const PrefillSegment& segment) {
     const PrefillArgs& args = block.args;
     const u32 range = blockIdx.x / S::CLUSTER;
-    const float scale = power_of_two(-int(args.part_shift));
-    uint4* to = prefill_partials(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
+    uint4* to = prefill_partials<Parts>(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
 #pragma unroll
-    for (int i = 0; i < S::TOKENS / 16; ++i) __stcg(to + i * PAIR_THREADS, packed_sums(sums + 8 * i, scale));
+    for (u32 i = 0; i < S::TOKENS / 16; ++i) {
+        uint4 part[Parts::VECTORS];
+        Parts::pack(part, sums + 8 * i);
+#pragma unroll
+        for (u32 j = 0; j < Parts::VECTORS; ++j) __stcg(to + (Parts::VECTORS * i + j) * PAIR_THREADS, part[j]);
+    }
 }
 
 template <int OFFSET>
@@ -91,13 +80,17 @@ __device__ __forceinline__ u32 staged_place(Staging& staging, int warp, int lane
 }
 
 template <int STEP, int COUNT>
-__device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
+__device__ __forceinline__ void butterfly(float (&v)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
         if (!(i & STEP)) {
             const float a = v[i], b = v[i + STEP];
             v[i] = a + b, v[i + STEP] = a - b;
         }
+}
+template <int STEP, int COUNT>
+__device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
+    butterfly<STEP>(v);
     if constexpr (2 * STEP < COUNT) butterflies<2 * STEP>(v);
 }
 

@@ -2,7 +2,7 @@
 //
 // w = k_inv·(B - 510.27), B the sum of the product word's bytes. A weight becomes q = floor((B + 3) / 4) - 128, -128..124,
 // which stands for 4·k_inv·q: the middle of the four B that share a q is 0.06 of a step off, and nobody corrects that. Sums are
-// exact in int32 up to k = 132,000, so bits do not depend on how k is cut.
+// exact in int32 up to k = 132,000, also those of parts of tiles, so bits do not depend on how k is cut.
 //
 // k is permuted to suit the order in which a lane has its weights: product p, p < 2, of a unit holds in its bytes 4q..4q+3 of
 // k the channels 2i, 2i+1, 2i+8, 2i+9 of k-tile q, with i = 2p, and in bytes 16+4q..19+4q those with i = 2p+1. They are the
@@ -68,12 +68,12 @@ __device__ __forceinline__ void multiply_segment(ByteBlock& block, const Prefill
     }
     warpgroup_wait();
     release<S::CLUSTER>(before, block.lane);
+    if (!has_block<S>(block.args, segment, block.place)) return;
+    if (!segment.complete) return leave_sums<S, IntParts>(products, block, segment);
     float sums[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) sums[i] = static_cast<float>(products[i]);
-    if (!has_block<S>(block.args, segment, block.place)) return;
-    if (segment.complete) block.end.hand_over<TOKENS>(sums, block.warp, block.lane);
-    else leave_sums<S>(sums, block, segment);
+    block.end.hand_over<TOKENS>(sums, block.warp, block.lane);
 }
 
 template <class S, class... Ks>

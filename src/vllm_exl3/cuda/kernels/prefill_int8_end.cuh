@@ -2,7 +2,8 @@
 // memory, others rotate, scale and store them.
 //
 // Sums are left in fp16, a 4096th of them: they are integers, whose error of 3e-4 is nothing beside the rounding of weights and
-// activations, and their size is bounded by what their columns of weights and rows of activations have in length.
+// activations, and their size is bounded by what their columns of weights and rows of activations have in length. All that
+// follows is done in the order in which prefill_finish.cu does it, so that a tile has the same bits where it was cut.
 #pragma once
 #include "prefill_epilogue.cuh"
 
@@ -18,7 +19,7 @@ struct TileEnd {
     static constexpr int WRITERS = 3, SHARE = STRIP / 4;    // warps; channels of a lane, four of which have a row
     static constexpr int FREE = 2, FILLED = 3;              // named barriers
     static constexpr int THREADS = PAIR_THREADS + 32 * WRITERS;
-    static constexpr float LEFT = 1.0f / 4096;
+    static constexpr float LEFT = IntParts::LEFT;
 
     u32 staged;  // shared: [token][tile column][8]: channels 16·column + i and 16·column + 8 + i
 
@@ -50,7 +51,8 @@ struct TileEnd {
             next = token + 8 * WRITERS < rows ? __ldcg(undo + token + 8 * WRITERS) : 0.0f;
             float v[SHARE];
             load(v, staged + token * PITCH + 2 * channel);
-            butterflies<1>(v);
+            butterfly<8>(v);  // first, as stage_tokens does it
+            butterfly<1>(v), butterfly<2>(v), butterfly<4>(v), butterfly<16>(v);
 #pragma unroll
             for (int step = 8; step <= 16; step *= 2) {  // channel bits 5 and 6
                 const float sign = lane & step ? -1.0f : 1.0f;
@@ -67,9 +69,7 @@ private:
         asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
     }
     static __device__ __forceinline__ u32 pair(float low, float high) {
-        u32 word;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high * LEFT), "f"(low * LEFT));
-        return word;
+        return packed_halves(low * LEFT, high * LEFT);
     }
     template <int OFFSET>
     static __device__ __forceinline__ void store_word(u32 address, u32 word) {

@@ -86,8 +86,7 @@ __device__ __forceinline__ void end_share(Block& block, const CutTile& tile, u32
     const PrefillArgs& args = block.args;
     const u32 end = min((share + 1) * tile.steps * STEP_TOKENS, tile.rows), mine = block.warp * Part::rows;
     const u32 staged = staged_place(block.staging, block.warp, block.lane);
-    const float scale = power_of_two(int(args.part_shift));
-    uint4 parts[PARTS][STEPS];
+    uint4 parts[PARTS][STEPS][1];
     float sums[8 * STEPS] = {};
     // Tokens and parts that are fetched next; the first of the tokens that are being added up.
     u32 first = share * tile.steps * STEP_TOKENS, begin = 0, before = first;
@@ -97,23 +96,23 @@ __device__ __forceinline__ void end_share(Block& block, const CutTile& tile, u32
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-                for (int i = 0; i < STEPS; ++i) add_packed(sums + 8 * i, parts[p][i]);
+                for (int i = 0; i < STEPS; ++i) HalfParts::add(sums + 8 * i, parts[p][i]);
         }
         if (first < end) {
 #pragma unroll
             for (u32 p = 0; p < PARTS; ++p) {
-                const uint4* from = prefill_partials(args, tile.first + min(begin + p, tile.parts - 1), tile.begin, block.place) +
+                const uint4* from = prefill_partials<HalfParts>(args, tile.first + min(begin + p, tile.parts - 1), tile.begin, block.place) +
                     first / STEP_TOKENS * PAIR_THREADS + block.thread;
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
-                    parts[p][i] = make_uint4(0, 0, 0, 0);
-                    if (begin + p < tile.parts && first + STEP_TOKENS * i < end) parts[p][i] = __ldcg(from + i * PAIR_THREADS);
+                    parts[p][i][0] = make_uint4(0, 0, 0, 0);
+                    if (begin + p < tile.parts && first + STEP_TOKENS * i < end) parts[p][i][0] = __ldcg(from + i * PAIR_THREADS);
                 }
             }
         }
         if (any && begin == 0) {  // all parts of the tokens before have been added
 #pragma unroll
-            for (int i = 0; i < 8 * STEPS; ++i) sums[i] *= scale;
+            for (int i = 0; i < 8 * STEPS; ++i) sums[i] = HalfParts::whole(sums[i]);
             block.sync();  // what was staged has been read
             stage_tokens<0, 2 * STEPS>(sums, staged);
             block.sync();

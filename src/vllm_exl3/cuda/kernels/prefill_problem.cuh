@@ -27,7 +27,7 @@ struct PrefillArgs {
     const void* bias;    // [sum of crop_size] or null
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
     float* scales;       // scratch [shard][rows]: what undoes the row's scale
-    uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][256]: sums of parts of tiles, eight in fp16
+    uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][vectors of eight sums][256]: of parts of tiles, see prefill_sums.cuh
     u32* arrivals;       // scratch [cut tiles][Hadamard blocks of a strip]: see prefill_parts.cuh; null: a launch of its own ends cut tiles
     i64 x_stride;        // elements
     i64 out_stride;
@@ -52,7 +52,7 @@ struct PrefillArgs {
     u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
     u32 holds;           // whether the transform's blocks have shared memory for their rows
     u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
-    u32 part_shift;      // parts of tiles leave their sums in fp16, divided by 2^part_shift
+    u32 padding;
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
@@ -64,9 +64,10 @@ __device__ __forceinline__ u32 prefill_range_of_unit(const PrefillArgs& args, u3
 }
 
 // Where a range leaves its sums of the tile whose units begin at `tile_begin`: it shares at most the tiles at its two ends.
+template <class Parts>
 __device__ __forceinline__ uint4* prefill_partials(const PrefillArgs& args, u32 range, u32 tile_begin, u32 place) {
     const u32 second = prefill_range_begin(args, range) < tile_begin ? 1 : 0;
-    return args.partials + static_cast<u64>((second * args.ranges + range) * args.strip_blocks + place) * (args.tile_rows / 16 * 256);
+    return args.partials + static_cast<u64>((second * args.ranges + range) * args.strip_blocks + place) * (args.tile_rows / 16 * Parts::VECTORS * 256);
 }
 
 // By a thread block of the kernel ahead of the GEMM.
