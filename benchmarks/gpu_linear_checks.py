@@ -4,8 +4,9 @@ Used by ``gpu_linear.py --check`` and by the tests in ``tests/gpu``.
 """
 
 import math
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -99,9 +100,25 @@ def prepare(layers: Iterable[list[Shard]], forms: Iterable[Form]) -> None:
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
 
 
-def check_every_kind(checks: Checks, seed: int) -> None:
+KINDS = tuple((h, c) for c in Codebook for h in HALF_BITS if h % 2 == 0 or c == Codebook.MUL1)
+"""(2·K, codebook) of every trellis that the format has."""
+
+
+def sample_of_kinds(seed: int, each: int = 2) -> list[tuple[int, Codebook]]:
+    """Some K of every codebook, and one that is no whole number: other ones for every seed."""
+    chooser = random.Random(seed)
+    whole = [[kind for kind in KINDS if kind[1] == codebook and kind[0] % 2 == 0] for codebook in Codebook]
+    sampled = [kind for kinds in whole for kind in chooser.sample(kinds, each)]
+    return [*sampled, chooser.choice([kind for kind in KINDS if kind[0] % 2])]
+
+
+def check_kinds(checks: Checks, seed: int) -> None:
+    """`check_every_kind` of a sample."""
+    check_every_kind(checks, seed, sample_of_kinds(seed))
+
+
+def check_every_kind(checks: Checks, seed: int, kinds: Sequence[tuple[int, Codebook]] = KINDS) -> None:
     """Every K, codebook and form on an odd number of strips, for batch sizes around every tile size."""
-    kinds = [(h, c) for c in Codebook for h in HALF_BITS if h % 2 == 0 or c == Codebook.MUL1]
     prepare([[Shard(half_bits, codebook, 1024, 896, 0, 896)] for half_bits, codebook in kinds], forms())
     for half_bits, codebook in kinds:
         shard = Shard(half_bits, codebook, 1024, 896, 0, 896)

@@ -6,10 +6,10 @@ Used by ``gpu_prefill.py --check`` and by the tests in ``tests/gpu``.
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from gpu_linear_checks import HALF_BITS, Checks, exact
+from gpu_linear_checks import KINDS, Checks, exact, sample_of_kinds
 
 from vllm_exl3.cuda import dequantize, linear, prefill, reconstruct, runtime
 from vllm_exl3.cuda.prefill_input import input_instances
@@ -55,9 +55,13 @@ def prepare(layers: Iterable[tuple[Shard, ...]], tiles: Iterable[int] = TILES) -
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
 
 
-def check_every_kind(checks: Checks, seed: int) -> None:
+def check_kinds(checks: Checks, seed: int) -> None:
+    """`check_every_kind` of a sample, of which every tile has some."""
+    check_every_kind(checks, seed, sample_of_kinds(seed))
+
+
+def check_every_kind(checks: Checks, seed: int, kinds: Sequence[tuple[int, Codebook]] = KINDS) -> None:
     """Every K and codebook on an odd number of strips; tiles and cuts of k take turns."""
-    kinds = [(h, c) for c in Codebook for h in HALF_BITS if h % 2 == 0 or c == Codebook.MUL1]
     shards = [Shard(half_bits, codebook, 1024, 896, 0, 896) for half_bits, codebook in kinds]
     for tile, tokens in enumerate(TILES):
         prepare([(shard,) for index, shard in enumerate(shards) if (index + tile) % 2 == 0], (tokens,))

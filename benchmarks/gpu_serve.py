@@ -70,6 +70,7 @@ def serving(folder: Path, **options: Any) -> Iterator[Any]:
     # Gemma 2 refuses float16.
     dtype = "bfloat16" if "gemma2" in folder.name else "float16"
     small = {"max_model_len": 256, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28, "dtype": dtype}
+    small |= {"gpu_memory_utilization": 0.05}  # since others may use the GPU as well
     llm = load(folder, **{**small, **options})
     try:
         yield llm

@@ -62,7 +62,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "transform.h").write_text(_inlined("prefill_transform.cu", seen))
     (folder / "finish.h").write_text(_inlined("prefill_finish.cu", seen))
     source, target = Path(__file__).parent / "prefill_host.cpp", folder / "prefill"
-    subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-DINSTANCE_PARTS=HalfParts", f"-I{folder}", str(source), "-o", str(target)], check=True)
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-w", "-DINSTANCE_PARTS=HalfParts", f"-I{folder}", str(source), "-o", str(target)],
+        check=True,
+    )
     return target
 
 

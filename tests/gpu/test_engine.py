@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.offloader import get_offloader
 
-from tests.gpu.engines import DENSE, MOE, ROW_CODED, serving, tokens
+from tests.gpu.engines import DENSE, MOE, ROW_CODED, plain_tokens, serving, tokens
 from tests.serving.dense_twin import write_dense_twin
 from tests.serving.engine import PROMPTS, generate, model_of
 from tests.serving.mtp_pack import write_mtp_pack
@@ -40,7 +40,7 @@ WHOLE_STEPS = {
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_experts_in_mapped_host_memory(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
-    expected = tokens(MOE)
+    expected = plain_tokens(MOE)
     monkeypatch.setenv("VLLM_EXL3_REQUIRE_UVA_EXPERTS", "1")
     with serving(MOE, enforce_eager=eager, **EXPERTS) as llm:
         assert generate(llm, PROMPTS) == expected
@@ -60,7 +60,7 @@ def test_experts_that_are_not_mapped_are_refused(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("pack", [DENSE, MOE])
 def test_layers_that_are_fetched_ahead(pack: Path) -> None:
-    expected = tokens(pack)
+    expected = plain_tokens(pack)
     with serving(pack, **PREFETCH) as llm:
         assert generate(llm, PROMPTS) == expected
         ahead = list(model_of(llm).model.layers)[1::2]  # the last of each group of two
@@ -72,7 +72,7 @@ def test_layers_that_are_fetched_ahead(pack: Path) -> None:
 
 @pytest.mark.parametrize("pack", [DENSE, MOE])
 def test_whole_layers_in_mapped_host_memory(pack: Path) -> None:
-    expected = tokens(pack)
+    expected = plain_tokens(pack)
     with serving(pack, offload_backend="uva", cpu_offload_gb=1) as llm:
         assert generate(llm, PROMPTS) == expected
         layers = model_of(llm).model.layers
@@ -81,8 +81,15 @@ def test_whole_layers_in_mapped_host_memory(pack: Path) -> None:
     assert runtime_diagnostics()["models"][-1]["bytes"]["trellis in host memory"] == nbytes
 
 
-@pytest.mark.parametrize("mode", ["eager", "graphs"])
-@pytest.mark.parametrize("pack", [DENSE, MOE])
+@pytest.mark.parametrize(
+    ("pack", "mode"),
+    [
+        (DENSE, "graphs"),
+        (MOE, "eager"),
+        pytest.param(DENSE, "eager", marks=pytest.mark.slow),
+        pytest.param(MOE, "graphs", marks=pytest.mark.slow),
+    ],
+)
 def test_sleeping_and_reloading(pack: Path, mode: str) -> None:
     command = [sys.executable, "-m", "tests.gpu.sleeping", str(pack), mode]
     found = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
@@ -98,7 +105,7 @@ def next_token(llm: LLM, requests: list[LoRARequest | None]) -> torch.Tensor:
     return torch.tensor([[entry[token].logprob for token in range(len(entry))] for entry in entries]).double()
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_adapters_in_one_batch(tmp_path: Path, eager: bool) -> None:
     """Among them a request without one, which vLLM keeps apart on GPUs; the oracle is the decoded model."""
     adapters = [adapter(tmp_path / str(n), scale, EVERY_LAYER, seed=n) for n, scale in ((1, 0.05), (2, 0.2))]
@@ -108,7 +115,7 @@ def test_adapters_in_one_batch(tmp_path: Path, eager: bool) -> None:
         alone = [with_adapters(llm, [request])[0] for request in requests]
         assert with_adapters(llm, requests) == alone
         ours = next_token(llm, requests)
-    with serving(write_dense_twin(DENSE, tmp_path / "dense"), **options) as llm:
+    with serving(write_dense_twin(DENSE, tmp_path / "dense"), **{**options, "enforce_eager": True}) as llm:
         dense = next_token(llm, requests)
     assert len({tuple(found) for found in alone}) == len(requests)
     apart = min(torch.dist(dense[first], dense[second]) for first, second in ((0, 1), (0, 2), (1, 2)))
@@ -117,15 +124,24 @@ def test_adapters_in_one_batch(tmp_path: Path, eager: bool) -> None:
 
 def test_a_pack_accepts_what_it_drafts_itself() -> None:
     """Graphs too: drafting and checking runs other batch sizes than decoding does."""
-    expected = tokens(DENSE)
+    expected = plain_tokens(DENSE)
     draft = {"model": str(DENSE), "method": "draft_model", "num_speculative_tokens": 3}
     with serving(DENSE, enforce_eager=False, disable_log_stats=False, speculative_config=draft) as llm:
         assert [row[:16] for row in generate(llm, PROMPTS, 32)] == expected
         assert acceptance(llm) > 0.9
 
 
-@pytest.mark.parametrize("draft", ["exl3", "mixed", "foreseeing"])
-@pytest.mark.parametrize("graphs", ["whole steps", "pieces too"])
+@pytest.mark.parametrize(
+    ("draft", "graphs"),
+    [
+        ("exl3", "whole steps"),
+        ("mixed", "whole steps"),
+        ("foreseeing", "whole steps"),
+        ("foreseeing", "pieces too"),
+        pytest.param("exl3", "pieces too", marks=pytest.mark.slow),
+        pytest.param("mixed", "pieces too", marks=pytest.mark.slow),
+    ],
+)
 def test_a_pack_s_own_draft_layer_changes_no_token(tmp_path: Path, draft: str, graphs: str) -> None:
     """Graphs of whole steps need no compiler; vLLM's default captures compiled pieces beside them."""
     pack = write_mtp_pack(tmp_path / draft, draft)
@@ -173,7 +189,7 @@ def test_a_second_engine_shares_the_process_and_memory_comes_back() -> None:
 def test_loaders_that_deliver_to_the_gpu(pack: Path, load_format: str) -> None:
     """Some hand over views of a buffer that they use again."""
     pytest.importorskip("runai_model_streamer" if load_format == "runai_streamer" else load_format)
-    expected = tokens(pack)
+    expected = plain_tokens(pack)
     assert tokens(pack, load_format=load_format) == expected
 
 

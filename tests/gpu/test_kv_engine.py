@@ -15,8 +15,9 @@ pytest.importorskip("vllm")
 
 from vllm import LLM
 
+from tests.gpu import engines
 from tests.gpu.kv_model import simulated_logits, write_llama
-from tests.serving.engine import engine, generate, logits_of
+from tests.serving.engine import generate, logits_of
 from vllm_exl3.attention import dispatch
 from vllm_exl3.attention.dispatch import Int4Attention
 from vllm_exl3.attention.reference import attention_reference
@@ -41,9 +42,8 @@ def serving(model: Path, **options: Any) -> Iterator[LLM]:
         "max_num_batched_tokens": 1024,
         "kv_cache_dtype": MODE,
         "kv_cache_memory_bytes": 64 << 20,
-        "gpu_memory_utilization": 0.05,
     }
-    with engine(model, **{**defaults, **options}) as llm:
+    with engines.serving(model, **{**defaults, **options}) as llm:
         yield llm
 
 

@@ -17,7 +17,8 @@ from gpu_linear_checks import Checks
 from gpu_linear_crowded import check_crowded
 
 CHECKS = (
-    checks_module.check_every_kind,
+    checks_module.check_kinds,
+    pytest.param(checks_module.check_every_kind, marks=pytest.mark.slow),
     checks_module.check_scratch,
     checks_module.check_fast,
     checks_module.check_layers,

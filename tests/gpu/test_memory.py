@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_serve_memory import measure_memory
 
-from tests.serving.engine import PROMPTS, engine, generate
+from tests.gpu.engines import serving
+from tests.serving.engine import PROMPTS, generate
 from vllm_exl3.tools.random_pack import write_random_pack
 
 MIB = 1 << 20
@@ -26,7 +27,7 @@ def test_a_pack_takes_its_bytes_and_64_mib(tmp_path: Path) -> None:
     with ExitStack() as stack:
         options = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 * MIB, "max_num_batched_tokens": 512}
         _, row = measure_memory(
-            lambda folder: stack.enter_context(engine(folder, **options)),
+            lambda folder: stack.enter_context(serving(folder, **options)),
             pack,
             lambda llm: [generate(llm, prompts, 8) for prompts in (PROMPTS[:1], PROMPTS, [list(range(1, 100))] * 4)],
         )

@@ -1,8 +1,10 @@
 """Routed experts on a GPU, against float64; skipped where torch sees none."""
 
+import functools
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,21 +14,39 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from gpu_moe_checks import ALL, Checks
+import gpu_moe_checks as checks_module
+from gpu_moe_checks import Checks
 from gpu_moe_layers import MUL1, random_layer
 
 from vllm_exl3.cuda import moe
 from vllm_exl3.cuda.moe_timing import random_routing
 
+FEW = ("128 experts 2048×768 K4", "384 experts 5120×2304 K2..K8", "288 experts 4096×2048 K4 3INST")
+FEW += ("128 experts 2688×1856 ReLU²", "32 experts 2880×2880 SwiGLU-OAI, biases")
+"""Of the sizes of real models, those that every run looks at: all codebooks, a mix of rates, both other activations."""
 
-@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
+
+def checks() -> Iterator[object]:
+    """Every check, real models' sizes one by one; whole sweeps are slow."""
+    for check in (checks_module.check_kinds, *checks_module.ALL):
+        if check is not checks_module.check_shapes:
+            slow = [pytest.mark.slow] if check is checks_module.check_every_kind else []
+            yield pytest.param(check, id=check.__name__, marks=slow)
+            continue
+        for name in checks_module.SHAPES:
+            shape = re.sub(r"[^0-9A-Za-z.]+", "-", name)
+            marks = [] if name in FEW else [pytest.mark.slow]
+            yield pytest.param(functools.partial(check, names=[name]), id=f"check_shapes {shape}", marks=marks)
+
+
+@pytest.mark.parametrize("check", checks())
 def test_moe(check: Callable[[Checks, int], None]) -> None:
     seed = int.from_bytes(os.urandom(3), "little")
     torch.manual_seed(seed)
-    checks = Checks()
-    check(checks, seed)
-    assert checks.done
-    assert not checks.failed, f"seed {seed}: " + "\n".join(checks.failed[:20])
+    found = Checks()
+    check(found, seed)
+    assert found.done
+    assert not found.failed, f"seed {seed}: " + "\n".join(found.failed[:20])
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_prefill_checks as checks_module
 from gpu_linear_checks import Checks
 
+CHECKS = (
+    checks_module.check_kinds,
+    *(pytest.param(check, marks=pytest.mark.slow) if check is checks_module.check_every_kind else check
+      for check in checks_module.CHECKS),
+)  # fmt: skip
 
-@pytest.mark.parametrize("check", checks_module.CHECKS, ids=lambda check: check.__name__)
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_prefill(check: Callable[[Checks, int], None]) -> None:
     seed = int.from_bytes(os.urandom(3), "little")
     torch.manual_seed(seed)

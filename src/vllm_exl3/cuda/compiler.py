@@ -9,6 +9,7 @@ import hashlib
 import importlib.resources
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["ARCHITECTURES", "CompileError", "Cubin", "Instance", "compile_instance", "compiler_unavailable"]
@@ -127,10 +128,24 @@ def _options(architecture: str) -> tuple[str, ...]:
 
 def fingerprint(instance: Instance, architecture: str) -> str:
     """SHA-256 over all that decides the machine code: sources, macros, options, architecture, NVRTC version."""
-    digest = hashlib.sha256()
     headers = {name: text for name, text in kernel_sources().items() if name.endswith(".cuh")}
     parts = [compiler_version(), *_options(architecture), repr(instance), kernel_sources()[instance.source]]
-    for part in (*parts, *(item for pair in headers.items() for item in pair)):
+    return _digest(*parts, *(item for pair in headers.items() for item in pair))
+
+
+def sources_fingerprint(others: Mapping[str, str] | None = None) -> str:
+    """SHA-256 over all sources and the options of every architecture, whichever NVRTC compiles them.
+
+    Args:
+        others: further sources by name, such as those of kernels in another language.
+    """
+    sources = {**kernel_sources(), **(others or {})}
+    return _digest(*_options("any"), *(item for pair in sorted(sources.items()) for item in pair))
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

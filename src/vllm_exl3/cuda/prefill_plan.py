@@ -256,7 +256,12 @@ def plan_prefill(
     sizes = {
         "activations": len(shards) * row_tiles * depth * activation_bytes,
         "scales": 4 * len(shards) * rows,
-        "partials": 2 * chosen.ranges * chosen_kernel.strip * tokens * BLOCK * (_INT8_SUM_BYTES if int8 else _SUM_BYTES),
+        "partials": 2
+        * chosen.ranges
+        * chosen_kernel.strip
+        * tokens
+        * BLOCK
+        * (_INT8_SUM_BYTES if int8 else _SUM_BYTES),
     }
     if chosen.ended:
         sizes["arrivals"] = 4 * (tiles - chosen.whole_tiles) * chosen_kernel.strip
