@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gpu_tests_table import gpu_tests
 from kv_tables import kv_tables
 from linear_tables import linear_tables, marlin_times, wrapped
 from serve_tables import serve_tables
@@ -197,6 +198,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_part,
     "docs/kernels-gpu.md": lambda: linear_tables(load("h200/linear.json"), load("h200/marlin.json")),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
+    "docs/support-matrix.md": lambda: gpu_tests(ROOT / "benchmarks/results/h200/tests.json"),
     "docs/serving.md": lambda: serve_tables(load("h200/serve.json")),
 }
 

@@ -59,6 +59,14 @@ def _alone() -> Iterator[None]:
     assert _shared_state() == before, "this test changed what those after it find"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A warning where kernels are not those that ran on a GPU last: nothing else here would notice."""
+    from tests.gpu.record import kernels_moved
+
+    if (moved := kernels_moved()) is not None:
+        terminalreporter.write_line(f"WARNING: {moved}", yellow=True)
+
+
 @pytest.fixture(params=GOLDEN_PACKS)
 def golden_pack(request: pytest.FixtureRequest) -> Path:
     """The folder of each pack that exllamav3 itself has written."""

@@ -41,7 +41,8 @@ def outcomes(folder: Path, files: dict[str, str], seconds: float) -> dict[str, t
     """Outcome and reason of every test, by its name."""
     for name, text in files.items():
         (folder / name).write_text(text)
-    run = Run(folder / "run", [str(folder)], ["--rootdir", str(folder), "-c", "/dev/null"], processes=2)
+    options = ["--rootdir", str(folder), "-c", "/dev/null"]
+    run = Run(folder / "run", folder / "caches", [str(folder)], options, processes=2)
     (folder / "run" / DURATIONS).write_text('{"test_every.py::test_good[7]": 30, "test_every.py::test_dies": 20}')
     run.work(seconds)
     rows = run.rows()

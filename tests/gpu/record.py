@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 def kernels_fingerprint() -> str:
     """SHA-256 over the sources of all kernels, CUDA's and Triton's, and CUDA's options."""
-    folder = importlib.resources.files("vllm_exl3.attention")
+    folder = importlib.resources.files("vllm_exl3") / "attention"  # the package itself needs torch
     modules = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.name[-3:] == ".py"}
     return sources_fingerprint({name: text for name, text in modules.items() if "@triton.jit" in text})
 

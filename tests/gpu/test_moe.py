@@ -39,7 +39,7 @@ def checks() -> Iterator[object]:
             yield pytest.param(functools.partial(check, names=[name]), id=f"check_shapes {shape}", marks=marks)
 
 
-@pytest.mark.parametrize("check", checks())
+@pytest.mark.parametrize("check", list(checks()))
 def test_moe(check: Callable[[Checks, int], None]) -> None:
     seed = int.from_bytes(os.urandom(3), "little")
     torch.manual_seed(seed)
