@@ -29,6 +29,7 @@ from tests.gpu.record import RESULTS, ROOT, Row, write_record
 from tests.gpu.worker import DURATIONS, claim_of
 from vllm_exl3.tools.results import need_gpus
 
+TESTS = ["tests/gpu"]
 POLL = 0.5
 MOST_STARTS = 3
 """Times that a process is started again in another's place, for each of them."""
@@ -161,7 +162,7 @@ class Run:
 def row_of(event: Row) -> Row:
     """The record's row of what a process told."""
     kept = {key: event[key] for key in ("test", "outcome", "seconds", "reason") if event.get(key) not in (None, "")}
-    return {**kept, "reason": str(kept["reason"])[-1500:]} if "reason" in kept else kept
+    return {**kept, "reason": str(kept["reason"]).replace(f"{ROOT}/", "")[-1500:]} if "reason" in kept else kept
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
@@ -208,7 +209,7 @@ def table(rows: Sequence[Row]) -> str:
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", default=["tests/gpu"], help="as pytest takes them")
+    parser.add_argument("tests", nargs="*", default=TESTS, help="as pytest takes them")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type=int, default=max(1, min(10, cores * 5 // 8)), help="%(default)s here")
     parser.add_argument("--seconds", type=float, default=540, help="when to stop (%(default)s)")
@@ -248,7 +249,8 @@ def main() -> int:
         "vllm": "installed" if has_vllm else "not installed: only tests of kernels ran",
         **({"commit": arguments.commit} if arguments.commit else {}),
     }
-    meta = write_record(arguments.out, rows, command=" ".join(["python -m tests.gpu.run", *sys.argv[1:]]), facts=facts)
+    asked = [*(["--slow"] if arguments.slow else []), *(arguments.tests if arguments.tests != TESTS else [])]
+    meta = write_record(arguments.out, rows, command=" ".join(["python -m tests.gpu.run", *asked]), facts=facts)
     print(f"{meta['counts']} in {facts['seconds']} s, vLLM {facts['vllm']}: {arguments.out}")
     return int(meta["counts"]["passed"] == 0 or meta["counts"]["failed"] + meta["counts"]["not run"] > 0)
 
