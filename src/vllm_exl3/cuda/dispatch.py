@@ -9,6 +9,7 @@ other rows. How the prefill kernel cuts k, and so the order of its sums, depends
 import functools
 import importlib.resources
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.geometry import Form
@@ -19,6 +20,7 @@ __all__ = [
     "Crossover",
     "choose_form",
     "crossover",
+    "gemm_from",
     "modelled",
     "origin",
     "prefill_from",
@@ -99,6 +101,20 @@ def prefill_from(architecture: str, *, fills: bool) -> int:
     """
     entry = _table().get(architecture)
     return int(str(entry["prefill_filled" if fills else "prefill"])) if entry else _MODELLED_PREFILL
+
+
+def gemm_from(architecture: str, kinds: Collection[tuple[int, int]], units: float) -> int | None:
+    """The smallest number of tokens that the GEMM kernel of up to 64 tokens serves; None: it serves none.
+
+    Args:
+        architecture: NVRTC's name of the GPU.
+        kinds: (half_bits, codebook) of the layer's shards.
+        units: of 128 × 256 weights, a multiprocessor: with few, what a launch costs at its ends decides.
+    """
+    entry = _table().get(architecture, {})
+    table = entry.get("gemm" if all(codebook == Codebook.MUL1 for _, codebook in kinds) else "gemm_halves", [])
+    assert isinstance(table, list)
+    return next((int(first) for least, first in table if units >= least), None)
 
 
 def warpgroups(architecture: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from vllm_exl3 import env
-from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
+from vllm_exl3.cuda import dispatch, gemm, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.binding import bind, check_bias, check_flat, flat_sizes
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan
@@ -138,7 +138,7 @@ def _way_to_serve(
     cut: Cut | None,
     rotated: bool | None,
 ) -> Callable[..., None] | tuple[tuple[slice, LinearPlan], ...]:
-    """A prefill kernel, or which rows each launch serves; kept, since eager mode asks in every call.
+    """The GEMM or a prefill kernel, or which rows each launch serves; kept, since eager mode asks in every call.
 
     Args:
         shards: as `linear` has them.
@@ -153,6 +153,8 @@ def _way_to_serve(
     if form is None and cut is None:
         if prefill_int8.serves(shards, rows, limits):
             return prefill_int8.prefill_int8
+        if not _fast_few(shards, rows) and gemm.serves(shards, rows, limits):
+            return gemm.gemm
         if prefill.serves(shards, rows, limits):
             return prefill.prefill
     form = form or choose_form(shards, rows, limits)
@@ -166,10 +168,15 @@ def _way_to_serve(
     )
 
 
-def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form:
-    """The form that serves ``rows`` tokens where no prefill kernel does."""
+def _fast_few(shards: tuple[Shard, ...], rows: int) -> bool:
+    """Whether the fast mode of few tokens serves."""
     wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
-    fast = wanted and prefill_int8.weights_refusal(shards) is None
+    return wanted and prefill_int8.weights_refusal(shards) is None
+
+
+def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form:
+    """The form that serves ``rows`` tokens where neither the GEMM kernel nor a prefill kernel does."""
+    fast = _fast_few(shards, rows)
     one_class = env.batch_invariant()
     form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
     many = form.wide and rows <= MANY.tile_rows and not one_class
@@ -245,6 +252,7 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
         for rows in EVERY_FORM:
             form = choose_form(group, rows, limits)
             found += plan(group, min(rows, form.tile_rows), in_width, form, limits).instances
+        found += gemm.instances(group, limits)
         found += prefill.instances(group, limits)
         found += prefill_int8.instances(group, limits)
     return list(dict.fromkeys(found))

@@ -23,7 +23,7 @@ from vllm_exl3.cuda.prefill_plan import (
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["instances", "prefill", "serves", "window_rows"]
+__all__ = ["instances", "launch", "prefill", "serves", "window_rows"]
 
 _FINISH_THREADS = 256
 
@@ -118,7 +118,7 @@ def prefill(
     for first in range(0, x.shape[0], step):
         part = x[first : first + step]
         plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges, int8=int8)
-        _launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step], INT8_FINISH if int8 else FINISH)
+        launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step], INT8_FINISH if int8 else FINISH)
 
 
 def _in_vectors(x: torch.Tensor) -> bool:
@@ -126,7 +126,7 @@ def _in_vectors(x: torch.Tensor) -> bool:
     return x.element_size() == 2 and x.data_ptr() % 16 == 0 and (x.stride(0) | x.shape[1]) % 8 == 0
 
 
-def _launch(
+def launch(
     device: runtime.Device,
     plan: PrefillPlan,
     x: torch.Tensor,
@@ -135,8 +135,9 @@ def _launch(
     svh: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    finish: Instance,
+    finish: Instance = FINISH,
 ) -> None:
+    """Launch the kernels of a plan; arguments as `prefill` takes them."""
     stream = runtime.current_stream(x.device.index)
     scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)

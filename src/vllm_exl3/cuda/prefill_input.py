@@ -8,11 +8,13 @@ from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, round_up
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
+    "FEW",
     "MOST_INT8_IN",
     "QUANTIZE",
     "ROTATE",
     "TRANSFORM",
     "InputCut",
+    "cut_few_rows",
     "cut_int8_rows",
     "cut_rotated_rows",
     "cut_rows",
@@ -29,6 +31,12 @@ ROTATE = {
     for warps in (8, 16)
 }
 """The kernel that rotates 16-bit inputs on Hopper's tensor cores, for every tile, by warps of a block."""
+
+FEW = {
+    transforms: Instance("gemm_rotate.cu", "exl3_gemm_rotate", (("INSTANCE_TRANSFORMS", str(transforms)),))
+    for transforms in (1, 2, 4)
+}
+"""The kernel that rotates inputs of any dtype for the GEMM of up to 128 tokens, by 128-blocks of a warp."""
 
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
@@ -119,6 +127,24 @@ def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut
         warps, sharing = 16, _sharing(groups, in_blocks, 16, limits)
     shared = 4 * MAX_SHARDS * _ROTATED_ROWS + _ARRIVED_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
     return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, 1), _WARP * warps, shared, sharing)
+
+
+_FEW_WARPS, _FEW_SHARING = 8, (1, 2, 4, 8)
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_few_rows(rows: int, in_features: int, shards: int, limits: GpuLimits) -> InputCut | None:
+    """Divide few rows among the clusters of `FEW`, one a row and shard; None where a cluster has too few warps.
+
+    A warp has one 128-block where a cluster may have so many: what counts is how long the last block takes
+    (docs/kernels-gpu.md).
+    """
+    needed = {sharing: -(-in_features // BLOCK // (_FEW_WARPS * sharing)) for sharing in _FEW_SHARING}
+    sharing = next((few for few in _FEW_SHARING if needed[few] <= 1), _FEW_SHARING[-1])
+    if needed[sharing] > max(FEW):
+        return None
+    transforms = next(count for count in FEW if count >= needed[sharing])
+    return InputCut(FEW[transforms], 1, (rows * sharing, shards), 32 * _FEW_WARPS, 0, sharing)
 
 
 def input_instances(limits: GpuLimits) -> list[Instance]:

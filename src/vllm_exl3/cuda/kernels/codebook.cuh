@@ -71,3 +71,24 @@ template <bool TWICE>
 __device__ __forceinline__ u32 decode_byte_sums(u32 first, u32 second) {
     return byte_sums(product_word<MUL1, TWICE>(first), product_word<MUL1, TWICE>(second));
 }
+
+// Byte sums as operands of fp16 products, for kernels that account for the codebook's offset elsewhere: an integer up to 1020 read as
+// the bits of an fp16 number is that integer times 2^-24, exactly (a subnormal number, which tensor cores multiply at full rate).
+//
+// Sums of such products hold 510·Σa besides what is wanted, which costs accuracy where the activations of a row have a common sign: one
+// large channel of x whose rotation is constant. So some k have 1020 - B in place of B and -a in place of a, which turns their part of
+// the offset around. Which ones, is a bent function of the lowest four bits of k: no rotated channel is closer to it than 1/4 of its length.
+__device__ __forceinline__ constexpr bool complemented(u32 k) { return ((k & k >> 1) ^ (k >> 2 & k >> 3)) & 1; }
+
+constexpr float BYTE_SUM_SCALE = MUL1_SCALE_18 * 64.0f;  // k_inv·2^24: from sums of products of byte sums to sums of products of weights
+constexpr float BYTE_SUM_OFFSET = MUL1_OFFSET_18 / 262144.0f, COMPLEMENT_OFFSET = 1020.0f * MUL1_SCALE_18 / 262144.0f;
+
+// Byte sums of two mul1 product words, or 1020 less them, in two halves of a word. They go to different pipes, as in `decode_pair`.
+template <bool FIRST, bool SECOND>
+__device__ __forceinline__ u32 small_byte_sums(u32 x, u32 y) {
+    u32 low, high, both;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(low) : "r"(x), "r"(FIRST ? 0xffffffffu : 0x01010101u), "r"(FIRST ? 1020u : 0u));
+    asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(high) : "r"(y), "r"(SECOND ? 0xffffffffu : 0u), "r"(0u));
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(both) : "r"(high), "r"(0x10000u), "r"(low));
+    return both;
+}

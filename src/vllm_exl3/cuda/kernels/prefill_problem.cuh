@@ -4,6 +4,7 @@
 // Hadamard blocks of the same tokens, so that one copy brings the activations to all of them. A unit is 64 input channels.
 // Clusters take whole tiles in turn; what does not fill them all is cut into ranges of units, one a cluster.
 #pragma once
+#include "codebook.cuh"
 #include "problem.cuh"
 
 struct PrefillShard {
@@ -17,7 +18,7 @@ struct PrefillShard {
     u32 kind;            // index in the kernel's list of kinds
     u32 half_bits;
     u32 first_strip;     // in the launch's list of strips: as many Hadamard blocks as a cluster has blocks
-    u32 padding;
+    u32 complements;     // whether activations are stored for byte sums: see codebook.cuh, `complemented`
 };
 
 struct PrefillArgs {
@@ -27,6 +28,7 @@ struct PrefillArgs {
     const void* bias;    // [sum of crop_size] or null
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
     float* scales;       // scratch [shard][rows]: what undoes the row's scale
+    float* offsets;      // scratch [shard][rows][Hadamard blocks of k]: what byte sums leave out, times the row's scale; null: they are not used
     uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][vectors of eight sums][256]: of parts of tiles, see prefill_sums.cuh
     u32* arrivals;       // scratch [cut tiles][Hadamard blocks of a strip]: see prefill_parts.cuh; null: a launch of its own ends cut tiles
     i64 x_stride;        // elements
@@ -52,7 +54,7 @@ struct PrefillArgs {
     u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
     u32 holds;           // whether the transform's blocks have shared memory for their rows
     u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
-    u32 padding;
+    u32 equal_parts;     // gemm.cu: whether every strip is cut into equal parts, one a thread block
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
@@ -121,4 +123,20 @@ struct PrefillWalk {
         segment.locate(args, index);
         return true;
     }
+};
+
+// The channel of its k-tile that a word of matrix `matrix` of a unit's activations begins with; the word has the next one, too.
+__device__ __forceinline__ constexpr u32 operand_channel(u32 matrix) { return matrix / 2 * 2 + matrix % 2 * 8; }
+
+// What products of byte sums leave out, for some activations as they are stored before signs are flipped: see codebook.cuh.
+struct ComplementSum {
+    float plain = 0.0f, complement = 0.0f;  // sums of activations
+
+    // `flips`: the sign bits of the word that are flipped.
+    __device__ __forceinline__ void add(u32 word, u32 flips) {
+        const float low = half_to_float(u16(word)), high = half_to_float(u16(word >> 16));
+        plain += flips & 0x8000u ? 0.0f : low, complement += flips & 0x8000u ? low : 0.0f;
+        plain += flips >> 31 ? 0.0f : high, complement += flips >> 31 ? high : 0.0f;
+    }
+    __device__ __forceinline__ float offset() const { return BYTE_SUM_OFFSET * plain + (BYTE_SUM_OFFSET + COMPLEMENT_OFFSET) * complement; }
 };

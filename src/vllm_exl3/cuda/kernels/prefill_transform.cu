@@ -66,7 +66,8 @@ struct Part {
     }
     // Rounds it and stores it: two of the four k-tiles of a unit.
     __device__ __forceinline__ void store(const float (&v)[PART], const PrefillArgs& args, u32 shard, float factor) const {
-        if (!exists) return;
+        const bool complements = args.shards[shard].complements;
+        ComplementSum sum;
         const u32 units = args.in_features / UNIT_IN, row_tile = row / args.tile_rows, token = row % args.tile_rows;
         uint4* unit = reinterpret_cast<uint4*>(args.activations) +
             (static_cast<u64>(shard * args.row_tiles + row_tile) * units + part / 2) * (args.tile_rows * 8) + token;
@@ -78,9 +79,20 @@ struct Part {
             for (int tile = 0; tile < 2; ++tile) {
                 const float* pair = v + 16 * tile + 2 * (matrix / 2) + 8 * (matrix % 2);
                 asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[tile]) : "f"(pair[1] * factor), "f"(pair[0] * factor));
+                if (complements) {
+                    const u32 k = operand_channel(matrix), flips = u32(complemented(k)) << 15 | u32(complemented(k + 1)) << 31;
+                    sum.add(words[tile], flips);
+                    words[tile] ^= flips;
+                }
             }
-            to[2 * matrix * args.tile_rows] = make_uint2(words[0], words[1]);
+            if (exists) to[2 * matrix * args.tile_rows] = make_uint2(words[0], words[1]);
         }
+        if (!complements) return;
+        float offset = sum.offset();
+#pragma unroll
+        for (u32 lanes = 1; lanes < PARTS; lanes *= 2) offset += __shfl_xor_sync(0xffffffffu, offset, lanes);
+        if (exists && part % PARTS == 0)
+            args.offsets[static_cast<u64>(shard * args.rows + row) * (args.in_features / STRIP) + part / PARTS] = offset;
     }
 };
 

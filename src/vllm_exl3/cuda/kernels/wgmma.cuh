@@ -58,8 +58,11 @@ struct WarpgroupMma<16> {
             else WGMMA_RUN_IF("ne", "m64n" #N "k16.f32.f16.f16", ", 1, 1, 0", "+f", SUMS, A1, A2, A3, B); \
         } \
     };
+WARPGROUP_MMA(24, 12, 13, 14, 15, 16)
 WARPGROUP_MMA(32, 16, 17, 18, 19, 20)
+WARPGROUP_MMA(40, 20, 21, 22, 23, 24)
 WARPGROUP_MMA(48, 24, 25, 26, 27, 28)
+WARPGROUP_MMA(56, 28, 29, 30, 31, 32)
 WARPGROUP_MMA(64, 32, 33, 34, 35, 36)
 WARPGROUP_MMA(80, 40, 41, 42, 43, 44)
 WARPGROUP_MMA(96, 48, 49, 50, 51, 52)

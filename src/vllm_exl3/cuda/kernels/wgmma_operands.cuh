@@ -2,8 +2,11 @@
 // inline PTX wants one by one. wgmma.cuh and wgmma_int8.cuh make the instructions of them.
 #pragma once
 #define WGMMA_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_NAMES_12 WGMMA_NAMES_8 ", %8, %9, %10, %11"
 #define WGMMA_NAMES_16 WGMMA_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_NAMES_20 WGMMA_NAMES_16 ", %16, %17, %18, %19"
 #define WGMMA_NAMES_24 WGMMA_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_NAMES_28 WGMMA_NAMES_24 ", %24, %25, %26, %27"
 #define WGMMA_NAMES_32 WGMMA_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_NAMES_40 WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define WGMMA_NAMES_48 WGMMA_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -20,8 +23,11 @@
 
 // C: the constraint, such as "+f".
 #define WGMMA_SUMS_8(C) C(d[0]), C(d[1]), C(d[2]), C(d[3]), C(d[4]), C(d[5]), C(d[6]), C(d[7])
+#define WGMMA_SUMS_12(C) WGMMA_SUMS_8(C), C(d[8]), C(d[9]), C(d[10]), C(d[11])
 #define WGMMA_SUMS_16(C) WGMMA_SUMS_8(C), C(d[8]), C(d[9]), C(d[10]), C(d[11]), C(d[12]), C(d[13]), C(d[14]), C(d[15])
+#define WGMMA_SUMS_20(C) WGMMA_SUMS_16(C), C(d[16]), C(d[17]), C(d[18]), C(d[19])
 #define WGMMA_SUMS_24(C) WGMMA_SUMS_16(C), C(d[16]), C(d[17]), C(d[18]), C(d[19]), C(d[20]), C(d[21]), C(d[22]), C(d[23])
+#define WGMMA_SUMS_28(C) WGMMA_SUMS_24(C), C(d[24]), C(d[25]), C(d[26]), C(d[27])
 #define WGMMA_SUMS_32(C) WGMMA_SUMS_24(C), C(d[24]), C(d[25]), C(d[26]), C(d[27]), C(d[28]), C(d[29]), C(d[30]), C(d[31])
 #define WGMMA_SUMS_40(C) WGMMA_SUMS_32(C), C(d[32]), C(d[33]), C(d[34]), C(d[35]), C(d[36]), C(d[37]), C(d[38]), C(d[39])
 #define WGMMA_SUMS_48(C) WGMMA_SUMS_40(C), C(d[40]), C(d[41]), C(d[42]), C(d[43]), C(d[44]), C(d[45]), C(d[46]), C(d[47])

@@ -1,0 +1,192 @@
+"""Cuts one fused linear of up to 128 tokens into work for the GEMM kernel: instance, grid, shared memory, scratch.
+
+Arithmetic on shapes, without torch or a GPU; ``kernels/gemm_schedule.cuh`` explains strips, units and ranges.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.geometry import MAX_SHARDS, GpuLimits, ShardOffsets, check_shards, round_up
+from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard
+from vllm_exl3.cuda.prefill_input import cut_few_rows, cut_rows
+from vllm_exl3.cuda.prefill_plan import PrefillPlan
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.stored import BLOCK, Codebook
+
+__all__ = ["GEMM_TILES", "GemmCut", "choose_cut", "gemm_instance", "plan_gemm", "refusal", "units"]
+
+GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64)
+"""Tokens that an instance of the kernel multiplies."""
+
+_STRIP, _UNIT = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
+_PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
+_BARRIERS, _ROW_PAD, _UNIT_ROWS = 256, 32, _UNIT // 16  # of gemm.cuh and gemm_ring.cuh
+_MOST_STAGES, _MOST_KINDS, _ALIGN = 12, 2, 256
+
+_UNIT_US, _EQUAL_END_US, _LIST_END_US, _PART_US = 0.96, 5.0, 3.5, 2.5
+"""Microseconds of a unit of 128 × 256 weights on one multiprocessor; of the end of an equal part; of the ends of a range
+of the list, and for each part of a strip: measured on an H200 with 32 tokens. The number of tokens must not enter a
+cut, which decides the order of sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCut:
+    """How the units of a launch are divided among thread blocks.
+
+    Attributes:
+        blocks: thread blocks.
+        equal_parts: whether every strip is cut into equal parts, one a thread block; else the list of all units is.
+    """
+
+    blocks: int
+    equal_parts: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_cut(strips: int, depth: int, limits: GpuLimits) -> GemmCut:
+    """The cut of least modelled time.
+
+    Args:
+        strips: of all shards.
+        depth: units of a strip.
+        limits: the GPU.
+    """
+    blocks = min(limits.multiprocessors, strips * depth)
+    longest = -(-strips * depth // blocks)
+    list_us = longest * _UNIT_US + _LIST_END_US + _PART_US * -(-depth // longest)
+    choices = [(list_us, GemmCut(blocks, False))]
+    for parts in range(2, min(limits.multiprocessors // strips, depth) + 1):
+        if depth % parts == 0:
+            choices.append((depth // parts * _UNIT_US + _EQUAL_END_US, GemmCut(strips * parts, True)))
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
+    """Why the kernel does not serve these shards on a GPU, or None."""
+    if not limits.warpgroups:
+        return f"{limits.architecture} has no wgmma"
+    if len({shard.in_features for shard in shards}) != 1:
+        return f"shards of {[shard.in_features for shard in shards]} inputs, expected one width"
+    if (kinds := len({(shard.half_bits, shard.codebook) for shard in shards})) > _MOST_KINDS:
+        return f"shards of {kinds} kinds, expected at most {_MOST_KINDS}: registers hold no more"
+    return None
+
+
+def units(shards: tuple[Shard, ...]) -> int:
+    """Units of a launch: 128 input channels × 256 output channels."""
+    return sum(-(-shard.out_features // _STRIP) * (shard.in_features // _UNIT) for shard in shards)
+
+
+def gemm_instance(tokens: int, kinds: Sequence[tuple[int, int]]) -> Instance:
+    """The kernel for ``tokens`` tokens and shards of (half_bits, codebook) pairs."""
+    listed = ", ".join(f"GemmKind<{half_bits}, {codebook}>" for half_bits, codebook in kinds)
+    return Instance("gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+
+
+def _staging(tokens: int) -> int:
+    """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm_epilogue.cuh."""
+    return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * (32 if tokens <= 32 else 64) * (BLOCK + 4)
+
+
+def _place(
+    arguments: PrefillArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]]
+) -> tuple[ShardOffsets, ...]:
+    """Fill in the shards' arguments; gives where each lies in the flat tensors."""
+    strips = column = trellis = suh = svh = 0
+    offsets = []
+    for index, shard in enumerate(shards):
+        arguments.shards[index] = PrefillShard(
+            out_features=shard.out_features,
+            crop_start=shard.crop_start,
+            crop_size=shard.crop_size,
+            out_column=column,
+            kind=kinds.index((shard.half_bits, shard.codebook)),
+            half_bits=shard.half_bits,
+            first_strip=strips,
+            complements=int(shard.codebook == Codebook.MUL1),
+        )
+        offsets.append(ShardOffsets(trellis, suh, svh))
+        strips += -(-shard.out_features // _STRIP)
+        column += shard.crop_size
+        trellis += shard.trellis_words
+        suh += shard.in_features
+        svh += shard.out_features
+    arguments.strips = strips
+    return tuple(offsets)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_gemm(
+    shards: tuple[Shard, ...],
+    rows: int,
+    in_width: int,
+    limits: GpuLimits,
+    cut: GemmCut | None = None,
+) -> PrefillPlan:
+    """Cut one fused linear into a launch that rotates the input and one of the GEMM.
+
+    Args:
+        shards: at most `MAX_SHARDS`, of one ``in_features``.
+        rows: tokens, at most the largest of `GEMM_TILES`.
+        in_width: columns of the input; up to ``in_features`` the rest counts as zero.
+        limits: the GPU.
+        cut: how to divide the work; None chooses by modelled time.
+
+    Raises:
+        ValueError: a shard breaks the layout's rules, `refusal` refuses them, or the GPU has too little shared memory.
+    """
+    check_shards(shards, in_width)
+    if (reason := refusal(shards, limits)) is not None:
+        raise ValueError(reason)
+    tokens = next(tile for tile in GEMM_TILES if rows <= tile)
+    kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
+    in_features = shards[0].in_features
+    depth = in_features // _UNIT
+    arguments = PrefillArgs()
+    offsets = _place(arguments, shards, kinds)
+    cut = cut or choose_cut(arguments.strips, depth, limits)
+    range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
+
+    transform = cut_few_rows(rows, in_features, len(shards), limits) or cut_rows(rows, in_features, limits)
+    activation_bytes = tokens * _UNIT * 2
+    weight_bytes = round_up(max(_UNIT_ROWS * (2 * 8 * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds), 128)
+    fixed = round_up(_BARRIERS + 4 * MAX_SHARDS * tokens + 2 * _staging(tokens), 128)
+    stages = min(_MOST_STAGES, (limits.shared_memory - fixed) // (weight_bytes + activation_bytes))
+    if stages < 2:
+        raise ValueError(f"{limits.shared_memory} bytes of shared memory hold no two units of {kinds}")
+    sizes = {
+        "activations": len(shards) * depth * activation_bytes,
+        "scales": 4 * len(shards) * rows,
+        "offsets": 4 * len(shards) * rows * depth,
+        "arrivals": 4 * arguments.strips,
+        "partials": (1 if cut.equal_parts else 2) * cut.blocks * tokens * _STRIP * 4,
+    }
+    scratch_parts, scratch = {}, 0
+    for name, size in sizes.items():
+        scratch_parts[name] = scratch
+        scratch += round_up(size, _ALIGN)
+    values = {
+        "shard_count": len(shards), "rows": rows, "row_tiles": 1, "tile_rows": tokens, "in_width": in_width,
+        "in_features": in_features, "group": 1, "whole_tiles": 0, "range_units": range_units,
+        "longer_ranges": longer_ranges, "ranges": cut.blocks, "stages": stages, "weight_bytes": weight_bytes,
+        "strip_blocks": 1, "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
+        "sharing": transform.cluster, "equal_parts": int(cut.equal_parts),
+    }  # fmt: skip
+    for name, value in values.items():
+        setattr(arguments, name, value)
+    return PrefillPlan(
+        instance=gemm_instance(tokens, kinds),
+        arguments=bytes(arguments),
+        offsets=offsets,
+        grid=cut.blocks,
+        threads=_PRODUCERS + _THREADS,
+        shared=fixed + stages * (weight_bytes + activation_bytes),
+        cluster=1,
+        transform=transform,
+        rotation=None,
+        finish=None,
+        scratch=scratch,
+        scratch_parts=scratch_parts,
+    )

@@ -1,0 +1,294 @@
+// From a segment's sums to outputs: what byte sums leave out, the output Hadamard, the row's scale, svh, bias, crop and cast; and, where
+// several thread blocks multiplied parts of a strip, how their sums come together.
+//
+// Sums go through shared memory, [token][channel], where the first step of the transform is done on the way (channels 8 apart lie in one
+// thread); a part that is left in memory has the same form. All that follows needs no sums in registers and stands in the kernel once.
+//
+// A word of the strip counts the parts in memory. Where the list of units was cut evenly, the block that has a strip's first part comes to it
+// last: others' parts have mostly been there for long; otherwise the block whose part comes last ends the strip. Nobody waits. Where
+// every strip was cut into equal parts, all its blocks are done at about the same time, and each ends a share of the tokens
+// (prefill_parts.cuh says how a block that waits in vain hands its share over). Parts are added in the order of k, whoever adds them.
+#pragma once
+#include "barrier.cuh"
+#include "gemm_schedule.cuh"
+#include "prefill_parts.cuh"
+
+constexpr u32 GEMM_THREADS = 512;  // that multiply
+
+// Tokens of which a warp of each pair of warpgroups ends a few.
+template <int TOKENS> constexpr u32 staged_tokens = TOKENS <= 32 ? 32 : 64;
+template <int TOKENS> constexpr u32 gemm_staging_bytes = sizeof(Staging) + 4 * staged_tokens<TOKENS> * OUTPUT_PITCH;
+
+// What the warps that multiply know.
+struct GemmBlock {
+    const PrefillArgs& args;
+    Staging& staging;      // shared, of the pair of warpgroups that holds one Hadamard block
+    const float* offsets;  // shared [shard][token], and the barrier that says that they are there
+    u32 offsets_there;
+    u32* words;            // shared: of the strip that the range begins with, and of the one that it ends with
+    const float* ring_memory;  // shared: free once all units are multiplied
+    u32 ring, ring_bytes;
+    u32 parts_there;       // the barrier of others' parts
+    u32 place;             // which Hadamard block of the strip is the pair's
+    int warp, lane, thread;  // in the pair
+
+    __device__ __forceinline__ void sync() const { sync_threads(1, GEMM_THREADS); }
+    __device__ __forceinline__ bool leads() const { return threadIdx.x == 0; }
+    __device__ __forceinline__ bool leading_warp() const { return threadIdx.x < 32; }
+    __device__ __forceinline__ u32 hadamard_block(const GemmSegment& segment) const { return 2 * segment.strip + place; }
+};
+
+// Starts to fetch what the end of a segment needs. Whatever reads it waits for copies, and for the block.
+template <int TOKENS>
+__device__ __forceinline__ void fetch_for_end(const GemmBlock& block, const GemmSegment& segment) {
+    fetch_scales(block.args, block.staging, segment.shard, block.hadamard_block(segment), 0, TOKENS, block.thread, PAIR_THREADS);
+}
+
+// Sums the offsets of each shard's rows, by `threads` threads, which then arrive at `barrier`.
+__device__ __forceinline__ void sum_offsets(const PrefillArgs& args, float* offsets, u32 tokens, u32 thread, u32 threads, u32 barrier) {
+    constexpr u32 LANES = 16;  // of a row: fixed, as it decides the order of a sum
+    const u32 blocks = args.in_features / STRIP, lane = thread % LANES;
+#pragma unroll 1
+    for (u32 shard = 0; shard < args.shard_count; ++shard) {
+        const bool needed = args.shards[shard].complements;
+#pragma unroll 4
+        for (u32 row = thread / LANES; row < tokens; row += threads / LANES) {
+            float sum = 0.0f;
+            if (needed && row < args.rows) {
+                const float* from = args.offsets + static_cast<u64>(shard * args.rows + row) * blocks;
+#pragma unroll 4
+                for (u32 i = lane; i < blocks; i += LANES) sum += __ldcg(from + i);
+            }
+#pragma unroll
+            for (u32 step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+            if (lane == 0) offsets[shard * tokens + row] = sum;
+        }
+    }
+    mbarrier_arrive(barrier);
+}
+
+// Puts a thread's sums in shared memory.
+template <int TOKENS>
+__device__ __forceinline__ void stage(const float (&sums)[TOKENS / 2], const GemmBlock& block) {
+    float* to = block.staging.row(2 * (block.lane & 3)) + 16 * block.warp + (block.lane >> 2);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i) {
+        const float* d = sums + 4 * i;
+        float* row = to + 8 * i * OUTPUT_PITCH;
+        row[0] = d[0] + d[2], row[8] = d[0] - d[2], row[OUTPUT_PITCH] = d[1] + d[3], row[OUTPUT_PITCH + 8] = d[1] - d[3];
+    }
+}
+
+// Where a range leaves its part of one of a strip's Hadamard blocks, [token][channel]: a range has parts of at most two strips.
+template <int TOKENS>
+__device__ __forceinline__ float* part_of(const GemmBlock& block, const GemmSegment& segment, u32 range, u32 place) {
+    const PrefillArgs& args = block.args;
+    const u32 second = prefill_range_begin(args, range) < segment.index * (args.in_features / GEMM_UNIT) ? 1 : 0;
+    return reinterpret_cast<float*>(args.partials) + static_cast<u64>(2 * (second * args.ranges + range) + place) * (TOKENS * STRIP);
+}
+
+// Leaves the staged part in memory and counts it; `word` becomes the number of parts that were there before.
+template <int TOKENS>
+__device__ __forceinline__ void leave(const GemmBlock& block, const GemmSegment& segment, u32* word) {
+    // A warp leaves the channels that it has staged, and waits for no other.
+    const u32 token = block.lane / 4, channel = 16 * block.warp + 4 * (block.lane & 3);
+    float* to = part_of<TOKENS>(block, segment, blockIdx.x, block.place) + token * STRIP + channel;
+    const float* from = block.staging.row(token) + channel;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i)
+        __stcg(reinterpret_cast<float4*>(to + 8 * i * STRIP), *reinterpret_cast<const float4*>(from + 8 * i * OUTPUT_PITCH));
+    block.sync();
+    if (block.leads()) {
+        u32 before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(block.args.arrivals + segment.index), "r"(1u) : "memory");
+        *word = before;
+    }
+}
+
+// Tokens [begin, end) of a strip that are ready to be ended.
+struct Ending {
+    GemmSegment segment;
+    u32 first, parts, own;  // the first range that has a part; how many have; which of them is staged, if any
+    u32 begin, end;
+    float scale;            // from sums of products to sums of products of weights
+    const float* ring;      // shared: others' parts
+
+    __device__ __forceinline__ Ending(const GemmBlock& block, const GemmSegment& segment)
+        : segment(segment), first(blockIdx.x), parts(1), own(0), begin(0), end(block.args.rows),
+          scale(block.args.shards[segment.shard].complements ? BYTE_SUM_SCALE : 1.0f), ring(block.ring_memory) {
+        if (segment.complete) return;
+        const StripParts all(block.args, segment);
+        first = all.first, parts = all.count, own = all.mine;
+    }
+    __device__ __forceinline__ u32 others() const { return own < parts ? parts - 1 : parts; }
+};
+
+// A lane's eight channels of a row, 4·i .. 4·i+3 and the same behind channel 64: half a warp has a row, and a warp two.
+struct RowOfLane {
+    u32 row, channel;
+
+    __device__ __forceinline__ explicit RowOfLane(int lane) : row(lane / 16), channel(4 * (lane % 16)) {}
+
+    __device__ __forceinline__ void add(float (&v)[8], const float* from) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float4 values = *reinterpret_cast<const float4*>(from + channel + 64 * half);
+            v[4 * half] += values.x, v[4 * half + 1] += values.y, v[4 * half + 2] += values.z, v[4 * half + 3] += values.w;
+        }
+    }
+    // The transform, but for the step of channel bit 3.
+    __device__ __forceinline__ static void rotate(float (&v)[8], int lane) {
+        butterflies<1>(v);
+#pragma unroll
+        for (u32 step = 1; step < 16; step *= 2) {
+            if (step == 2) continue;
+            const float sign = lane & step ? -1.0f : 1.0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], step));
+        }
+    }
+    __device__ __forceinline__ void scale(float (&v)[8], float factor, const u16* svh) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint2 raw = *reinterpret_cast<const uint2*>(svh + channel + 64 * half);
+            const u32 words[2] = {raw.x, raw.y};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[4 * half + i] = v[4 * half + i] * factor * half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
+        }
+    }
+    __device__ __forceinline__ void keep(const float (&v)[8], float* to) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<float4*>(to + channel + 64 * half) = make_float4(v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]);
+    }
+    // To a row of the output that begins at `first`, which is aligned.
+    __device__ __forceinline__ void store(const float (&v)[8], const PrefillArgs& args, i64 first) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* d = v + 4 * half;
+            const i64 at = first + channel + 64 * half;
+            if (args.out_type == F32) {
+                *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = make_float4(d[0], d[1], d[2], d[3]);
+                continue;
+            }
+            u32 words[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[j]) : "f"(d[2 * j + 1]), "f"(d[2 * j]));
+                else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[j]) : "f"(d[2 * j + 1]), "f"(d[2 * j]));
+            }
+            *reinterpret_cast<uint2*>(static_cast<u16*>(args.out) + at) = make_uint2(words[0], words[1]);
+        }
+    }
+};
+
+// Brings the tokens [first, first + count) of all parts but the block's own to the ring's place. One warp, a copy a lane.
+template <int TOKENS>
+__device__ __forceinline__ void fetch_parts(const GemmBlock& block, const Ending& ending, u32 first, u32 count) {
+    const u32 bytes = count * STRIP * 4;
+    asm volatile("fence.proxy.async;" ::: "memory");  // others wrote them by ordinary stores
+    if (block.lane == 0) mbarrier_expect(block.parts_there, 2 * bytes * ending.others());
+    __syncwarp();
+    for (u32 copy = block.lane; copy < 2 * ending.parts; copy += 32) {
+        const u32 part = copy / 2, place = copy % 2;
+        if (part == ending.own) continue;
+        const u32 slot = part > ending.own ? copy - 2 : copy;
+        const float* from = part_of<TOKENS>(block, ending.segment, ending.first + part, place) + first * STRIP;
+        copy_to_shared(block.ring + slot * bytes, reinterpret_cast<const u8*>(from), bytes, block.parts_there);
+    }
+}
+
+// Transforms and stores the tokens [first, first + count) of a strip: the sum of what is staged and of what fetch_parts brought.
+//
+// This code runs once or twice in a launch, and instructions that come from memory while weights stream in take longer than they run: a short
+// loop over rows, two of a warp at a time, is faster than one pass with all of them in registers.
+__device__ __forceinline__ void finish_rows(const GemmBlock& block, const Ending& ending, u32 shard_tokens, u32 first, u32 count) {
+    const PrefillArgs& args = block.args;
+    const PrefillShard& shard = args.shards[ending.segment.shard];
+    const RowOfLane lanes(block.lane);
+    const u32 strip = block.hadamard_block(ending.segment);
+    if (strip >= shard.out_features / STRIP) return;
+    const Crop crop(args, shard, strip);
+    const float* offsets = block.offsets + ending.segment.shard * shard_tokens;
+    const float* parts = ending.ring + block.place * count * STRIP;
+#pragma unroll 1
+    for (u32 row = 2 * block.warp; row < count; row += 2 * PAIR_WARPS) {
+        const u32 in_window = min(row + lanes.row, count - 1), token = first + in_window;
+        float* staged = block.staging.row(token);
+        float v[8] = {};
+#pragma unroll 2
+        for (u32 part = 0, other = 0; part < ending.parts; ++part) {
+            if (part == ending.own) lanes.add(v, staged);
+            else lanes.add(v, parts + (2 * other++ * count + in_window) * STRIP);
+        }
+        lanes.rotate(v, block.lane);
+        // A constant added to all channels before the transform is 128 times that, added to the first.
+        if (lanes.channel == 0) v[0] += offsets[token] * (STRIP / ending.scale);
+        lanes.scale(v, block.staging.undo[token] * (HADAMARD_SCALE * ending.scale), block.staging.svh);
+        if (args.bias != nullptr) lanes.add(v, block.staging.bias);
+        if (crop.whole) {
+            if (row + lanes.row < count) lanes.store(v, args, crop.place(args, token));
+        } else {
+            __syncwarp();
+            lanes.keep(v, staged);  // of a last odd row twice the same
+            __syncwarp();
+            crop.store(args, block.staging.row(first + row), min(2u, count - row), first + row, block.lane);
+        }
+    }
+}
+
+// Ends tokens of a strip. COMPLETE: all sums are staged.
+template <int TOKENS, bool COMPLETE>
+__device__ __forceinline__ void finish(const GemmBlock& block, const Ending& ending, u32& parts_phase) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    mbarrier_wait(block.offsets_there, 0);
+    block.sync();  // scales and sums are there
+    if constexpr (COMPLETE) {
+        finish_rows(block, ending, TOKENS, ending.begin, ending.end - ending.begin);
+        block.sync();  // the next strip's sums and scales go where this one's are
+    } else {
+        const u32 most = block.ring_bytes / (2 * STRIP * 4) / max(1u, ending.others());
+#pragma unroll 1
+        for (u32 first = ending.begin; first < ending.end; first += most) {
+            const u32 count = min(most, ending.end - first);
+            if (block.leading_warp()) fetch_parts<TOKENS>(block, ending, first, count);
+            mbarrier_wait(block.parts_there, parts_phase), parts_phase ^= 1;
+            finish_rows(block, ending, TOKENS, first, count);
+            block.sync();  // others' parts have been read
+        }
+    }
+}
+
+// Whether the block ends a strip, of which its range has the last units and has staged them, where the list of units was cut.
+template <int TOKENS>
+__device__ __forceinline__ bool collect_last(const GemmBlock& block, const Ending& ending) {
+    u32* word = block.words + 1;
+    if (block.leads()) {
+        u32 now;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(block.args.arrivals + ending.segment.index) : "memory");
+        *word = now;
+    }
+    block.sync();
+    if (*word == ending.parts - 1) return true;
+    block.sync();  // all have read the word
+    leave<TOKENS>(block, ending.segment, word);
+    block.sync();
+    return *word == ending.parts - 1;
+}
+
+// The shares of the tokens that the block ends, a bit each, of a strip that was cut into equal parts. `tokens`: of a share.
+template <int TOKENS>
+__device__ __forceinline__ u32 collect_shares(const GemmBlock& block, const Ending& ending, u32& tokens) {
+    const u32 most = min(ending.parts, MOST_SHARES);
+    tokens = (block.args.rows + most - 1) / most;
+    CutTile tile;
+    tile.part = ending.own, tile.parts = ending.parts, tile.shares = (block.args.rows + tokens - 1) / tokens;
+    leave<TOKENS>(block, ending.segment, block.words);
+    if (block.leads()) {
+        tile.word = *block.words + 1;
+        *block.words = tile.shares_to_end(block.args.arrivals + ending.segment.index);
+    }
+    block.sync();
+    return *block.words;
+}

@@ -1,0 +1,94 @@
+// The products of one segment: wgmma on weights that the warps decode into registers as its A operand, 64 k at a time.
+//
+// A warpgroup holds 64 output channels, one tile column a warp. It decodes the weights of one step of 64 k while the four products of the
+// step before run; sums stay in the same registers over all of a segment. While the tensor cores are active every integer pipe issues at
+// half its rate, wherever operands lie, so warps that only decode, or operands in shared memory, gain nothing (docs/kernels-gpu.md).
+#pragma once
+#include "fragments.cuh"
+#include "gemm_ring.cuh"
+#include "wgmma.cuh"
+
+// 2·K and codebook of a shard.
+template <int HALF_BITS, int CODEBOOK>
+struct GemmKind {
+    static constexpr int half_bits = HALF_BITS, codebook = CODEBOOK;
+    static constexpr bool byte_sums = CODEBOOK == MUL1;
+    using Window = ::Window<HALF_BITS>;
+};
+
+// States P and P + 1 of a lane's 32 as two fp16, of k and k + 1 of its k-tile.
+template <class K, int P, u32 k>
+__device__ __forceinline__ u32 decode_operand(const u32 (&words)[K::Window::words]) {
+    using W = typename K::Window;
+    const u32 first = W::template get<P>(words), second = W::template get<P + 1>(words);
+    if constexpr (K::byte_sums)
+        return small_byte_sums<complemented(k), complemented(k + 1)>(product_word<MUL1, W::twice>(first), product_word<MUL1, W::twice>(second));
+    else return decode_pair<K::codebook, W::twice>(first, second);
+}
+// The A operand of product I of a step.
+template <class K, int I>
+__device__ __forceinline__ void decode_product(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
+    a[0] = decode_operand<K, 8 * I, 2 * I>(words);
+    a[1] = decode_operand<K, 8 * I + 4, 2 * I>(words);
+    a[2] = decode_operand<K, 8 * I + 2, 2 * I + 8>(words);
+    a[3] = decode_operand<K, 8 * I + 6, 2 * I + 8>(words);
+}
+template <class K>
+__device__ __forceinline__ void decode_products(u32 (&a)[4][4], const u32 (&words)[K::Window::words]) {
+    decode_product<K, 0>(a[0], words), decode_product<K, 1>(a[1], words), decode_product<K, 2>(a[2], words), decode_product<K, 3>(a[3], words);
+}
+
+// The lane's words of step STEP of the unit in the ring.
+template <class K, int STEP>
+__device__ __forceinline__ void load_step(u32 (&words)[K::Window::words], u32 stage, int warp, int lane) {
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 16 * tile_bytes + GEMM_ROW_PAD;
+    load_words<K::half_bits>(words, SharedWords{stage + (4 * STEP + (lane & 3)) * row_bytes + warp * tile_bytes}, lane);
+}
+
+// Starts the four products of a step and waits for those of the step before. `words` are decoded after it. `b`: the low word of B's
+// descriptor, whose address moves without a carry.
+template <int TOKENS, int WORDS>
+__device__ __forceinline__ void multiply_step(float (&sums)[TOKENS / 2], u32 (&a)[4][4], u32 b, u32 (&words)[WORDS]) {
+    // All of A must be there before the fence: decoding that the compiler moves behind it makes ptxas add waits (C7519).
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+    warpgroup_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) WarpgroupMma<TOKENS>::run(sums, a[i], matrix_descriptor<0>(0) | (b + 2 * i * TOKENS));
+    warpgroup_commit();
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
+}
+
+// sums += the products of `units` units, of which the ring holds the first next.
+template <class K, int TOKENS>
+__device__ __forceinline__ void multiply_units(float (&sums)[TOKENS / 2], GemmRing& ring, u32 units, int warp, int lane) {
+    u32 even[4][4], odd[4][4], words[K::Window::words];
+    ring.wait_full();
+    load_step<K, 0>(words, ring.stage, warp, lane);
+    decode_products<K>(even, words);
+    u32 release = 0;  // the barrier of the unit before, whose last products may still run
+#pragma unroll 1
+    while (true) {
+        const u32 b = u32(matrix_descriptor<TOKENS * 16>(ring.activations()));
+        load_step<K, 1>(words, ring.stage, warp, lane);
+        multiply_step<TOKENS>(sums, even, b, words);
+        if (release && lane == 0) mbarrier_arrive(release);
+        decode_products<K>(odd, words);
+        release = ring.release_barrier();
+        ring.next();
+        if (--units == 0) {
+            multiply_step<TOKENS>(sums, odd, b + 8 * TOKENS, words);
+            break;
+        }
+        ring.wait_full();
+        load_step<K, 0>(words, ring.stage, warp, lane);
+        multiply_step<TOKENS>(sums, odd, b + 8 * TOKENS, words);
+        decode_products<K>(even, words);
+    }
+    warpgroup_wait();
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // else additions move ahead of the wait
+    if (lane == 0) mbarrier_arrive(release);
+}

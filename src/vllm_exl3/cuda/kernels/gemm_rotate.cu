@@ -1,0 +1,123 @@
+// The input side of the GEMM for few tokens: A = H(x·suh)/sqrt(128) of every row and shard in fp16, scaled by a power of two a row, in the
+// order in which wgmma reads it as its B operand.
+//
+// It lies between two kernels that fill every multiprocessor, so all that counts is latency: a warp transforms a few 128-blocks of one row
+// and keeps them in registers until the blocks of the row's cluster have agreed on its largest magnitude. A thread block is so small that
+// it starts beside a block of the GEMM before it, and one of the GEMM behind it beside it.
+//
+// The compiler's caller defines INSTANCE_TRANSFORMS, the 128-blocks of a warp.
+#include "barrier.cuh"
+#include "prefill_problem.cuh"
+#include "rotation.cuh"
+
+constexpr int WARPS = 8, TRANSFORMS = INSTANCE_TRANSFORMS;
+
+struct Row {
+    const PrefillArgs& args;
+    u32 row, shard, first, step;  // the warp's first 128-block, and from one to the next
+    int lane;
+
+    __device__ __forceinline__ u32 block(int i) const { return first + i * step; }
+    __device__ __forceinline__ bool exists(int i) const { return block(i) < args.in_features / STRIP; }
+    __device__ __forceinline__ uint2 scales(int i) const {
+        return exists(i) ? *reinterpret_cast<const uint2*>(args.shards[shard].suh + block(i) * STRIP + 4 * lane) : make_uint2(0, 0);
+    }
+    // Unscaled H(x·suh).
+    __device__ __forceinline__ void load(float (&v)[4], int i, uint2 scale, bool vectors) const {
+        const u32 column = block(i) * STRIP + 4 * lane;
+        if (vectors) {
+            const bool inside = exists(i) && column < args.in_width;
+            const uint2 raw = inside ? *reinterpret_cast<const uint2*>(static_cast<const u16*>(args.x) + row * args.x_stride + column) : make_uint2(0, 0);
+            const u16 bits[4] = {u16(raw.x), u16(raw.x >> 16), u16(raw.y), u16(raw.y >> 16)};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[j] = args.x_type == F16 ? half_to_float(bits[j]) : __uint_as_float(u32(bits[j]) << 16);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                v[j] = exists(i) && column + j < args.in_width ? load_element(args.x, row * args.x_stride + column + j, args.x_type) : 0.0f;
+        }
+        const u16 factors[4] = {u16(scale.x), u16(scale.x >> 16), u16(scale.y), u16(scale.y >> 16)};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] *= half_to_float(factors[j]);
+        hadamard128(v, lane);
+    }
+    // Rounds a 128-block and stores it: four channels a lane, of k-tile lane / 4.
+    __device__ __forceinline__ void store(const float (&v)[4], int i, float factor) const {
+        if (!exists(i)) return;
+        const u32 channel = 4 * (lane & 3), unit = 2 * block(i) + lane / 16, q = lane / 4 & 3;
+        u32 words[2];
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[0]) : "f"(v[1] * factor), "f"(v[0] * factor));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[1]) : "f"(v[3] * factor), "f"(v[2] * factor));
+        if (args.shards[shard].complements) {
+            ComplementSum sum;
+#pragma unroll
+            for (u32 j = 0; j < 2; ++j) {
+                const u32 k = channel + 2 * j, flips = u32(complemented(k)) << 15 | u32(complemented(k + 1)) << 31;
+                sum.add(words[j], flips);
+                words[j] ^= flips;
+            }
+            float offset = sum.offset();
+#pragma unroll
+            for (u32 step = 1; step < 32; step *= 2) offset += __shfl_xor_sync(0xffffffffu, offset, step);
+            if (lane == 0) args.offsets[static_cast<u64>(shard * args.rows + row) * (args.in_features / STRIP) + block(i)] = offset;
+        }
+        const u64 unit_bytes = 128 * args.tile_rows;
+        u8* to = args.activations + (shard * (args.in_features / UNIT_IN) + unit) * unit_bytes + 16 * row + 4 * q;
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) {
+            const u32 pair = (channel + 2 * j) / 2, matrix = 2 * (pair % 4) + pair / 4;
+            *reinterpret_cast<u32*>(to + matrix * 16 * args.tile_rows) = words[j];
+        }
+    }
+};
+
+// The larger of two values goes to another block's shared memory, and counts as four bytes at its barrier.
+__device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) {
+    asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];"
+                 ::"r"(address), "r"(value), "r"(barrier) : "memory");
+}
+
+// Grid (blocks of a cluster × rows, shards); a cluster has a row.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(const __grid_constant__ PrefillArgs args) {
+    __shared__ u32 largest;
+    __shared__ __align__(8) u64 arrived;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const u32 parts = args.sharing, part = blockIdx.x % parts;
+    const Row row{args, blockIdx.x / parts, blockIdx.y, part * WARPS + warp, parts * WARPS, lane};
+    let_next_start();
+    if (threadIdx.x == 0) {
+        largest = 0;
+        mbarrier_init(shared_address(&arrived), 1);
+        mbarrier_init_visible();
+    }
+    if (parts > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    const bool vectors = args.x_type != F32 && (args.in_width | args.x_stride) % 4 == 0 && reinterpret_cast<u64>(args.x) % 8 == 0;
+    uint2 scales[TRANSFORMS];
+#pragma unroll
+    for (int i = 0; i < TRANSFORMS; ++i) scales[i] = row.scales(i);  // weights never change; x is written by the kernel ahead
+    __syncthreads();
+    wait_for_previous();
+    if (blockIdx.x == 0 && blockIdx.y == 0)
+        for (u32 i = threadIdx.x; i < args.strips; i += blockDim.x) args.arrivals[i] = 0;
+    float v[TRANSFORMS][4];
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < TRANSFORMS; ++i) {
+        row.load(v[i], i, scales[i], vectors);
+        most = max(most, magnitude_bits(v[i]));
+    }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane == 0) atomicMax(&largest, most);
+    __syncthreads();
+    if (parts > 1) {
+        if (threadIdx.x == 0) mbarrier_expect(shared_address(&arrived), 4 * (parts - 1));
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the others' shared memory is ready
+        if (threadIdx.x < parts && threadIdx.x != part)
+            max_remote(shared_of(shared_address(&largest), threadIdx.x), largest, shared_of(shared_address(&arrived), threadIdx.x));
+        mbarrier_wait(shared_address(&arrived), 0);
+    }
+    const RowScale scale = half_scale(__uint_as_float(*static_cast<volatile u32*>(&largest)) * HADAMARD_SCALE);
+    if (threadIdx.x == 0 && part == 0) args.scales[row.shard * args.rows + row.row] = scale.undo;
+#pragma unroll
+    for (int i = 0; i < TRANSFORMS; ++i) row.store(v[i], i, scale.factor);
+}
