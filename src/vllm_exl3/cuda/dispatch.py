@@ -20,12 +20,15 @@ __all__ = [
     "Crossover",
     "choose_form",
     "crossover",
-    "gemm_from",
+    "gemm_rows",
     "modelled",
     "origin",
     "prefill_from",
     "warpgroups",
 ]
+
+_MOST_OF_TWO_KINDS = 64
+"""Tokens up to which registers hold what gemm.cu needs for shards of two kinds."""
 
 _NARROW = 16
 """The largest number of tokens that the kernels of mma.sync take in one tile."""
@@ -103,18 +106,20 @@ def prefill_from(architecture: str, *, fills: bool) -> int:
     return int(str(entry["prefill_filled" if fills else "prefill"])) if entry else _MODELLED_PREFILL
 
 
-def gemm_from(architecture: str, kinds: Collection[tuple[int, int]], units: float) -> int | None:
-    """The smallest number of tokens that the GEMM kernel of up to 64 tokens serves; None: it serves none.
+def gemm_rows(architecture: str, kinds: Collection[tuple[int, int]], units: float, *, int8: bool = False) -> range:
+    """The numbers of tokens that the GEMM kernel (gemm.cu) serves; empty where it serves none.
 
     Args:
         architecture: NVRTC's name of the GPU.
         kinds: (half_bits, codebook) of the layer's shards.
         units: of 128 × 256 weights, a multiprocessor: with few, what a launch costs at its ends decides.
+        int8: with int8 products.
     """
-    entry = _table().get(architecture, {})
-    table = entry.get("gemm" if all(codebook == Codebook.MUL1 for _, codebook in kinds) else "gemm_halves", [])
+    mul1 = all(codebook == Codebook.MUL1 for _, codebook in kinds)
+    table = _table().get(architecture, {}).get("gemm_int8" if int8 else "gemm" if mul1 else "gemm_halves", [])
     assert isinstance(table, list)
-    return next((int(first) for least, first in table if units >= least), None)
+    rows = next((range(first, last + 1) for least, first, last in table if units >= least), range(0))
+    return rows if len(kinds) == 1 else range(rows.start, min(rows.stop, _MOST_OF_TWO_KINDS + 1))
 
 
 def warpgroups(architecture: str) -> bool:

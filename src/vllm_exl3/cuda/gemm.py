@@ -1,46 +1,57 @@
-"""The linear op for up to 64 tokens on Hopper: one kernel rotates the input, one multiplies it by decoded weights."""
+"""The linear op for up to 128 tokens on Hopper: one kernel rotates the input, one multiplies it by decoded weights."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from vllm_exl3 import env
-from vllm_exl3.cuda import dispatch, prefill, runtime
+from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, GemmCut, gemm_instance, plan_gemm, refusal, units
+from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, GemmCut, plan_gemm, refusal, units
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.ops.shards import Shard
 
-__all__ = ["MOST_ROWS", "gemm", "instances", "serves"]
-
-MOST_ROWS = max(GEMM_TILES)
+__all__ = ["choose", "gemm", "instances", "served_rows"]
 
 
 @functools.lru_cache(maxsize=4096)
-def _first_rows(shards: tuple[Shard, ...], limits: GpuLimits) -> int | None:
-    """From how many tokens on the kernel serves a layer; None: never."""
-    if refusal(shards, limits) is not None:
-        return None
+def served_rows(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool) -> range:
+    """The numbers of tokens of a fused linear that this kernel is the one for, if the arithmetic is wanted."""
+    if refusal(shards, limits, int8=int8) is not None:
+        return range(0)
     kinds = {(shard.half_bits, shard.codebook) for shard in shards}
-    return dispatch.gemm_from(limits.architecture, kinds, units(shards) / limits.multiprocessors)
+    return dispatch.gemm_rows(limits.architecture, kinds, units(shards) / limits.multiprocessors, int8=int8)
 
 
-def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
-    """Whether this kernel is the one for ``rows`` tokens of a fused linear."""
-    first = _first_rows(shards, limits)
-    return first is not None and first <= rows <= MOST_ROWS and not env.batch_invariant()
+def _fast(shards: tuple[Shard, ...]) -> bool:
+    return env.PRECISION.get() == "fast" and prefill_int8.weights_refusal(shards) is None
+
+
+def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Callable[..., None] | None:
+    """`gemm` with the arithmetic that is wanted, or None where other kernels serve ``rows`` tokens."""
+    if env.batch_invariant():
+        return None
+    if _fast(shards):
+        if rows in served_rows(shards, limits, int8=True):
+            return functools.partial(gemm, int8=True)
+        if rows <= dispatch.FAST_TOKENS:
+            return None
+    return gemm if rows in served_rows(shards, limits, int8=False) else None
 
 
 def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     """The kernels that `gemm` uses for a fused linear, for any number of tokens that it serves."""
-    first = None if env.batch_invariant() else _first_rows(shards, limits)
-    if first is None:
-        return []
-    kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
-    rows = [tile for tile in GEMM_TILES if tile >= first]
-    plans = [plan_gemm(shards, tile, shards[0].in_features, limits) for tile in rows]
-    rotations = [plan.transform.instance for plan in plans]
-    return [*dict.fromkeys(rotations), *(gemm_instance(tile, kinds) for tile in rows)]
+    found: list[Instance] = []
+    if env.batch_invariant():
+        return found
+    for int8 in (False, True) if _fast(shards) else (False,):
+        rows = served_rows(shards, limits, int8=int8)
+        tiles = INT8_GEMM_TILES if int8 else GEMM_TILES
+        for last in sorted({*(tile for tile in tiles if tile in rows), *rows[-1:]}):
+            plan = plan_gemm(shards, last, shards[0].in_features, limits, int8=int8)
+            found += [plan.transform.instance, plan.instance]
+    return list(dict.fromkeys(found))
 
 
 def gemm(
@@ -53,8 +64,9 @@ def gemm(
     out: torch.Tensor,
     *,
     cut: GemmCut | None = None,
+    int8: bool = False,
 ) -> None:
-    """``out = ((x·suh) H W H)·svh + bias`` for shards of one input width and at most `MOST_ROWS` tokens.
+    """``out = ((x·suh) H W H)·svh + bias`` for shards of one input width and at most 128 tokens.
 
     Args:
         x: ``[M, in]`` float16, bfloat16 or float32, the last dimension contiguous.
@@ -65,10 +77,11 @@ def gemm(
         shards: at most `geometry.MAX_SHARDS`, which `gemm_plan.refusal` does not refuse.
         out: ``[M, sum of crop sizes]``, rows may be strided.
         cut: how to divide the work; chosen by modelled time when None.
+        int8: round weights and rotated inputs to int8, as `vllm_exl3.ops.int8` does.
 
     Raises:
         ValueError: the shards cannot be served so.
     """
     device = runtime.device(x.device.index)
-    plan = plan_gemm(shards, x.shape[0], x.shape[1], device.limits, cut)
+    plan = plan_gemm(shards, x.shape[0], x.shape[1], device.limits, cut, int8=int8)
     prefill.launch(device, plan, x, trellis, suh, svh, bias, out)

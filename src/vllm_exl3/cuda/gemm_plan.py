@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, GpuLimits, ShardOffsets, check_shards, round_up
+from vllm_exl3.cuda.geometry import MAX_SHARDS, Arithmetic, GpuLimits, ShardOffsets, check_shards, round_up
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard
-from vllm_exl3.cuda.prefill_input import cut_few_rows, cut_rows
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, cut_few_rows, cut_rows
 from vllm_exl3.cuda.prefill_plan import PrefillPlan
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
-__all__ = ["GEMM_TILES", "GemmCut", "choose_cut", "gemm_instance", "plan_gemm", "refusal", "units"]
+__all__ = ["GEMM_TILES", "INT8_GEMM_TILES", "GemmCut", "choose_cut", "gemm_instance", "plan_gemm", "refusal", "units"]
 
-GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64)
-"""Tokens that an instance of the kernel multiplies."""
+GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128), (16, 24, 32, 48, 64, 96, 128)
+"""Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
 _STRIP, _UNIT = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
 _PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
@@ -63,12 +63,14 @@ def choose_cut(strips: int, depth: int, limits: GpuLimits) -> GemmCut:
     return min(choices, key=lambda choice: choice[0])[1]
 
 
-def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
+def refusal(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool = False) -> str | None:
     """Why the kernel does not serve these shards on a GPU, or None."""
     if not limits.warpgroups:
         return f"{limits.architecture} has no wgmma"
     if len({shard.in_features for shard in shards}) != 1:
         return f"shards of {[shard.in_features for shard in shards]} inputs, expected one width"
+    if int8 and shards[0].in_features > MOST_FEW_IN:
+        return f"{shards[0].in_features} inputs, expected at most {MOST_FEW_IN} where they are rounded to int8"
     if (kinds := len({(shard.half_bits, shard.codebook) for shard in shards})) > _MOST_KINDS:
         return f"shards of {kinds} kinds, expected at most {_MOST_KINDS}: registers hold no more"
     return None
@@ -79,19 +81,20 @@ def units(shards: tuple[Shard, ...]) -> int:
     return sum(-(-shard.out_features // _STRIP) * (shard.in_features // _UNIT) for shard in shards)
 
 
-def gemm_instance(tokens: int, kinds: Sequence[tuple[int, int]]) -> Instance:
+def gemm_instance(tokens: int, kinds: Sequence[tuple[int, int]], *, int8: bool = False) -> Instance:
     """The kernel for ``tokens`` tokens and shards of (half_bits, codebook) pairs."""
-    listed = ", ".join(f"GemmKind<{half_bits}, {codebook}>" for half_bits, codebook in kinds)
+    arithmetic = int(Arithmetic.BYTE if int8 else Arithmetic.HALF)
+    listed = ", ".join(f"GemmKind<{half_bits}, {codebook}, {arithmetic}>" for half_bits, codebook in kinds)
     return Instance("gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
 
 
 def _staging(tokens: int) -> int:
     """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm_epilogue.cuh."""
-    return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * (32 if tokens <= 32 else 64) * (BLOCK + 4)
+    return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * (tokens // 2 if tokens > 96 else tokens) * (BLOCK + 4)
 
 
 def _place(
-    arguments: PrefillArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]]
+    arguments: PrefillArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], int8: bool
 ) -> tuple[ShardOffsets, ...]:
     """Fill in the shards' arguments; gives where each lies in the flat tensors."""
     strips = column = trellis = suh = svh = 0
@@ -105,7 +108,7 @@ def _place(
             kind=kinds.index((shard.half_bits, shard.codebook)),
             half_bits=shard.half_bits,
             first_strip=strips,
-            complements=int(shard.codebook == Codebook.MUL1),
+            complements=int(shard.codebook == Codebook.MUL1 and not int8),
         )
         offsets.append(ShardOffsets(trellis, suh, svh))
         strips += -(-shard.out_features // _STRIP)
@@ -124,33 +127,37 @@ def plan_gemm(
     in_width: int,
     limits: GpuLimits,
     cut: GemmCut | None = None,
+    *,
+    int8: bool = False,
 ) -> PrefillPlan:
     """Cut one fused linear into a launch that rotates the input and one of the GEMM.
 
     Args:
         shards: at most `MAX_SHARDS`, of one ``in_features``.
-        rows: tokens, at most the largest of `GEMM_TILES`.
+        rows: tokens, at most the largest of `GEMM_TILES` or `INT8_GEMM_TILES`.
         in_width: columns of the input; up to ``in_features`` the rest counts as zero.
         limits: the GPU.
         cut: how to divide the work; None chooses by modelled time.
+        int8: multiply int8, for shards that `prefill_int8.weights_refusal` does not refuse.
 
     Raises:
         ValueError: a shard breaks the layout's rules, `refusal` refuses them, or the GPU has too little shared memory.
     """
     check_shards(shards, in_width)
-    if (reason := refusal(shards, limits)) is not None:
+    if (reason := refusal(shards, limits, int8=int8)) is not None:
         raise ValueError(reason)
-    tokens = next(tile for tile in GEMM_TILES if rows <= tile)
+    tokens = next(tile for tile in (INT8_GEMM_TILES if int8 else GEMM_TILES) if rows <= tile)
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
     in_features = shards[0].in_features
     depth = in_features // _UNIT
     arguments = PrefillArgs()
-    offsets = _place(arguments, shards, kinds)
+    offsets = _place(arguments, shards, kinds, int8)
     cut = cut or choose_cut(arguments.strips, depth, limits)
     range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
 
-    transform = cut_few_rows(rows, in_features, len(shards), limits) or cut_rows(rows, in_features, limits)
-    activation_bytes = tokens * _UNIT * 2
+    transform = cut_few_rows(rows, in_features, len(shards), int8=int8)
+    transform = transform or cut_rows(rows, in_features, limits)  # refused for int8
+    activation_bytes = tokens * _UNIT * (1 if int8 else 2)
     weight_bytes = round_up(max(_UNIT_ROWS * (2 * 8 * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds), 128)
     fixed = round_up(_BARRIERS + 4 * MAX_SHARDS * tokens + 2 * _staging(tokens), 128)
     stages = min(_MOST_STAGES, (limits.shared_memory - fixed) // (weight_bytes + activation_bytes))
@@ -177,7 +184,7 @@ def plan_gemm(
     for name, value in values.items():
         setattr(arguments, name, value)
     return PrefillPlan(
-        instance=gemm_instance(tokens, kinds),
+        instance=gemm_instance(tokens, kinds, int8=int8),
         arguments=bytes(arguments),
         offsets=offsets,
         grid=cut.blocks,

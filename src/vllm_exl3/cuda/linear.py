@@ -153,8 +153,8 @@ def _way_to_serve(
     if form is None and cut is None:
         if prefill_int8.serves(shards, rows, limits):
             return prefill_int8.prefill_int8
-        if not _fast_few(shards, rows) and gemm.serves(shards, rows, limits):
-            return gemm.gemm
+        if (chosen := gemm.choose(shards, rows, limits)) is not None:
+            return chosen
         if prefill.serves(shards, rows, limits):
             return prefill.prefill
     form = form or choose_form(shards, rows, limits)
@@ -168,15 +168,10 @@ def _way_to_serve(
     )
 
 
-def _fast_few(shards: tuple[Shard, ...], rows: int) -> bool:
-    """Whether the fast mode of few tokens serves."""
-    wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
-    return wanted and prefill_int8.weights_refusal(shards) is None
-
-
 def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form:
     """The form that serves ``rows`` tokens where neither the GEMM kernel nor a prefill kernel does."""
-    fast = _fast_few(shards, rows)
+    wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
+    fast = wanted and prefill_int8.weights_refusal(shards) is None
     one_class = env.batch_invariant()
     form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
     many = form.wide and rows <= MANY.tile_rows and not one_class

@@ -9,6 +9,7 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
     "FEW",
+    "MOST_FEW_IN",
     "MOST_INT8_IN",
     "QUANTIZE",
     "ROTATE",
@@ -33,10 +34,15 @@ ROTATE = {
 """The kernel that rotates 16-bit inputs on Hopper's tensor cores, for every tile, by warps of a block."""
 
 FEW = {
-    transforms: Instance("gemm_rotate.cu", "exl3_gemm_rotate", (("INSTANCE_TRANSFORMS", str(transforms)),))
+    (transforms, int8): Instance(
+        "gemm_rotate.cu",
+        "exl3_gemm_rotate",
+        (("INSTANCE_TRANSFORMS", str(transforms)), ("INSTANCE_BYTES", str(int(int8)))),
+    )
     for transforms in (1, 2, 4)
+    for int8 in (False, True)
 }
-"""The kernel that rotates inputs of any dtype for the GEMM of up to 128 tokens, by 128-blocks of a warp."""
+"""The kernel that rotates inputs of any dtype for gemm.cu, by 128-blocks of a warp and whether it rounds to int8."""
 
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
@@ -129,22 +135,24 @@ def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut
     return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, 1), _WARP * warps, shared, sharing)
 
 
-_FEW_WARPS, _FEW_SHARING = 8, (1, 2, 4, 8)
+_FEW_WARPS, _FEW_SHARING, _FEW_TRANSFORMS = 8, (1, 2, 4, 8), (1, 2, 4)
+MOST_FEW_IN = _FEW_WARPS * _FEW_SHARING[-1] * _FEW_TRANSFORMS[-1] * BLOCK
+"""Input channels up to which a cluster of gemm_rotate.cu holds a row."""
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_few_rows(rows: int, in_features: int, shards: int, limits: GpuLimits) -> InputCut | None:
-    """Divide few rows among the clusters of `FEW`, one a row and shard; None where a cluster has too few warps.
+def cut_few_rows(rows: int, in_features: int, shards: int, *, int8: bool = False) -> InputCut | None:
+    """Divide few rows among the clusters of `FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
 
     A warp has one 128-block where a cluster may have so many: what counts is how long the last block takes
     (docs/kernels-gpu.md).
     """
+    if in_features > MOST_FEW_IN:
+        return None
     needed = {sharing: -(-in_features // BLOCK // (_FEW_WARPS * sharing)) for sharing in _FEW_SHARING}
     sharing = next((few for few in _FEW_SHARING if needed[few] <= 1), _FEW_SHARING[-1])
-    if needed[sharing] > max(FEW):
-        return None
-    transforms = next(count for count in FEW if count >= needed[sharing])
-    return InputCut(FEW[transforms], 1, (rows * sharing, shards), 32 * _FEW_WARPS, 0, sharing)
+    transforms = next(count for count in _FEW_TRANSFORMS if count >= needed[sharing])
+    return InputCut(FEW[transforms, int8], 1, (rows * sharing, shards), 32 * _FEW_WARPS, 0, sharing)
 
 
 def input_instances(limits: GpuLimits) -> list[Instance]:

@@ -1,10 +1,11 @@
 // One instance of the trellis GEMM for up to 128 tokens; the compiler's caller defines
-//   INSTANCE_TOKENS     tokens that share one decoding of the weights: 8 to 64 in steps of 8
-//   INSTANCE_KINDS      the (2·K, codebook) pairs of the layer's shards, as a `GemmKind<…>` list
+//   INSTANCE_TOKENS     tokens that share one decoding of the weights: 8 to 64 in steps of 8; with int8 16 to 128
+//   INSTANCE_KINDS      the (2·K, codebook, arithmetic) triples of the layer's shards, as a `GemmKind<…>` list
 #include "gemm.cuh"
 
 using Kinds = GemmKinds<INSTANCE_KINDS>;
+using Registers = GemmRegisters<INSTANCE_TOKENS, Kinds>;
 
-extern "C" __global__ void __maxnreg__(GemmRegisters<Kinds>::start) exl3_gemm(const __grid_constant__ PrefillArgs args) {
+extern "C" __global__ void __maxnreg__(Registers::start) exl3_gemm(const __grid_constant__ PrefillArgs args) {
     gemm<INSTANCE_TOKENS, Kinds>(args);
 }

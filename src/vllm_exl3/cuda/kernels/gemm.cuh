@@ -9,21 +9,32 @@
 constexpr u32 GEMM_PRODUCERS = 128, GEMM_BLOCK_THREADS = GEMM_PRODUCERS + GEMM_THREADS;
 constexpr u32 GEMM_BARRIER_BYTES = 256;  // two words and a barrier, the ring's barriers
 
-template <class... Ks> struct GemmKinds {};
+// All of one arithmetic.
+template <class First, class... Ks> struct GemmKinds {
+    static constexpr bool bytes = First::bytes;
+    static_assert(((Ks::bytes == bytes) && ...), "activations are of one sort");
+    static constexpr u32 token_bytes = ::token_bytes<First>;
+    using Sum = typename First::Sum;
+};
 
 // Registers of a thread: that the block starts with, so few that a block of gemm_rotate.cu finds room beside it where the launch has
-// one kind; and of the threads that copy and those that multiply.
-template <class List> struct GemmRegisters;
-template <class... Ks> struct GemmRegisters<GemmKinds<Ks...>> {
-    static constexpr int start = sizeof...(Ks) == 1 ? 88 : 96, producer = start - 64, consumer = start + 16;
+// one kind and not many tokens; and of the threads that copy and those that multiply.
+template <int TOKENS, class List> struct GemmRegisters;
+template <int TOKENS, class... Ks> struct GemmRegisters<TOKENS, GemmKinds<Ks...>> {
+    static constexpr int start = sizeof...(Ks) == 1 && TOKENS <= 80 ? 88 : 96, producer = start - 64, consumer = start + 16;
     static_assert(GEMM_PRODUCERS * producer + GEMM_THREADS * consumer <= GEMM_BLOCK_THREADS * start, "more than the block has");
 };
 
 // Multiplies a segment of a shard of one of the launch's kinds.
 template <int TOKENS, class... Ks>
-__device__ __forceinline__ void multiply_segment(GemmKinds<Ks...>, float (&sums)[TOKENS / 2], GemmRing& ring, const GemmSegment& segment, u32 kind, int warp, int lane) {
+__device__ __forceinline__ void multiply_segment(GemmKinds<Ks...>, typename GemmKinds<Ks...>::Sum (&sums)[TOKENS / 2], GemmRing& ring, const GemmSegment& segment, u32 kind, int warp, int lane) {
     u32 index = 0;
-    ((index++ == kind ? multiply_units<Ks, TOKENS>(sums, ring, segment.end - segment.begin, warp, lane) : void()), ...);
+    const auto multiply = [&](auto k) {
+        using K = decltype(k);
+        if constexpr (K::products == 4 && TOKENS > 96) multiply_halves<K, TOKENS>(sums, ring, segment.end - segment.begin, warp, lane);
+        else multiply_units<K, TOKENS>(sums, ring, segment.end - segment.begin, warp, lane);
+    };
+    ((index++ == kind ? multiply(Ks{}) : void()), ...);
 }
 
 // Multiplies the block's segments, and ends the strips that come together here.
@@ -38,17 +49,27 @@ __device__ __forceinline__ void consume(const PrefillArgs& args, GemmRing ring, 
     // costs the products a twentieth.
     while (walk.next(args, segment)) {
         fetch_for_end<TOKENS>(block, segment);
-        float sums[TOKENS / 2] = {};
+        typename List::Sum sums[TOKENS / 2] = {};
         multiply_segment<TOKENS>(List{}, sums, ring, segment, args.shards[segment.shard].kind, warp, block.lane);
         stage<TOKENS>(sums, block);
         if (segment.complete) {
-            finish<TOKENS, true>(block, Ending(block, segment), phase);
+            Ending ending(block, segment, List::bytes);
+            ending.end = min(args.rows, u32(staged_tokens<TOKENS>));
+            finish<TOKENS, true>(block, ending, phase);
+            if constexpr (staged_tokens<TOKENS> < TOKENS) {
+                stage<TOKENS, staged_tokens<TOKENS>>(sums, block);
+                ending.begin = ending.staged = ending.end, ending.end = args.rows;
+                finish<TOKENS, true>(block, ending, phase);
+            }
         } else if (walk.unit < walk.unit_end) {
-            leave<TOKENS>(block, segment, block.words);
+            leave<TOKENS>(sums, block, segment);
+            count_part(block, segment, block.words);
             left = true;
+        } else if constexpr (staged_tokens<TOKENS> < TOKENS) {
+            leave<TOKENS>(sums, block, segment);
         }
     }
-    Ending ending(block, segment);
+    Ending ending(block, segment, List::bytes);
     u32 shares = 0, tokens = args.rows;  // shares of a strip's tokens that the block ends, a bit each; tokens of a share
     if (!segment.complete) shares = args.equal_parts ? collect_shares<TOKENS>(block, ending, tokens) : collect_last<TOKENS>(block, ending);
 #pragma unroll 1
@@ -57,7 +78,7 @@ __device__ __forceinline__ void consume(const PrefillArgs& args, GemmRing ring, 
             left = false;
             block.sync();  // the word is there
             GemmWalk(args).next(args, segment);
-            ending = Ending(block, segment);
+            ending = Ending(block, segment, List::bytes);
             ending.own = ~0u;  // other sums have been staged since
             shares = *block.words == ending.parts - 1;
             if (shares) fetch_for_end<TOKENS>(block, segment);
@@ -77,7 +98,7 @@ __device__ __forceinline__ void gemm(const PrefillArgs& args) {
     constexpr u32 ring_at = (head + 2 * staging + 127) & ~127u;
     const u32 base = shared_address(memory), offsets_there = base + 8, parts_there = base + 16;
     // Rounded here, although it is the same: the compiler then knows of all addresses in the ring that they are the same for a warp.
-    const GemmRing ring(args, base + 24, (base + head + 2 * staging + 127) & ~127u, GEMM_UNIT * 2 * TOKENS);
+    const GemmRing ring(args, base + 24, (base + head + 2 * staging + 127) & ~127u, List::token_bytes * TOKENS);
     float* offsets = reinterpret_cast<float*>(memory + GEMM_BARRIER_BYTES);
     if (threadIdx.x == 0) {
         mbarrier_init(offsets_there, GEMM_PRODUCERS - 32);
@@ -87,15 +108,15 @@ __device__ __forceinline__ void gemm(const PrefillArgs& args) {
     __syncthreads();
     let_next_start();
     if (warp >= GEMM_THREADS / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GemmRegisters<List>::producer));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GemmRegisters<TOKENS, List>::producer));
         if (warp == GEMM_THREADS / 32) {
-            produce(args, ring, GEMM_UNIT * 2 * TOKENS);
+            produce(args, ring, List::token_bytes * TOKENS);
         } else {
             wait_for_previous();
             sum_offsets(args, offsets, TOKENS, threadIdx.x - GEMM_THREADS - 32, GEMM_PRODUCERS - 32, offsets_there);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GemmRegisters<List>::consumer));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GemmRegisters<TOKENS, List>::consumer));
         const u32 pair = warp / PAIR_WARPS;
         const GemmBlock block{args, *reinterpret_cast<Staging*>(memory + head + pair * staging), offsets, offsets_there, reinterpret_cast<u32*>(memory),
                         reinterpret_cast<const float*>(memory + ring_at), ring.base, ring.stages * ring.stride, parts_there, pair, warp % PAIR_WARPS, lane,

@@ -15,8 +15,10 @@
 
 constexpr u32 GEMM_THREADS = 512;  // that multiply
 
-// Tokens of which a warp of each pair of warpgroups ends a few.
-template <int TOKENS> constexpr u32 staged_tokens = TOKENS <= 32 ? 32 : 64;
+constexpr float BYTE_STEP = 4.0f * MUL1_SCALE_18 / 262144.0f;  // what one step of a weight of int8 stands for
+
+// Tokens whose sums are in shared memory at once: half of many, to leave room for the ring.
+template <int TOKENS> constexpr int staged_tokens = TOKENS > 96 ? TOKENS / 2 : TOKENS;
 template <int TOKENS> constexpr u32 gemm_staging_bytes = sizeof(Staging) + 4 * staged_tokens<TOKENS> * OUTPUT_PITCH;
 
 // What the warps that multiply know.
@@ -67,13 +69,14 @@ __device__ __forceinline__ void sum_offsets(const PrefillArgs& args, float* offs
     mbarrier_arrive(barrier);
 }
 
-// Puts a thread's sums in shared memory.
-template <int TOKENS>
-__device__ __forceinline__ void stage(const float (&sums)[TOKENS / 2], const GemmBlock& block) {
+// Puts a thread's sums of the tokens from FIRST on in shared memory.
+template <int TOKENS, int FIRST = 0, class Sum>
+__device__ __forceinline__ void stage(const Sum (&sums)[TOKENS / 2], const GemmBlock& block) {
     float* to = block.staging.row(2 * (block.lane & 3)) + 16 * block.warp + (block.lane >> 2);
 #pragma unroll
-    for (int i = 0; i < TOKENS / 8; ++i) {
-        const float* d = sums + 4 * i;
+    for (int i = 0; i < staged_tokens<TOKENS> / 8; ++i) {
+        const Sum* from = sums + FIRST / 2 + 4 * i;
+        const float d[4] = {float(from[0]), float(from[1]), float(from[2]), float(from[3])};
         float* row = to + 8 * i * OUTPUT_PITCH;
         row[0] = d[0] + d[2], row[8] = d[0] - d[2], row[OUTPUT_PITCH] = d[1] + d[3], row[OUTPUT_PITCH + 8] = d[1] - d[3];
     }
@@ -87,22 +90,34 @@ __device__ __forceinline__ float* part_of(const GemmBlock& block, const GemmSegm
     return reinterpret_cast<float*>(args.partials) + static_cast<u64>(2 * (second * args.ranges + range) + place) * (TOKENS * STRIP);
 }
 
-// Leaves the staged part in memory and counts it; `word` becomes the number of parts that were there before.
+// Leaves what is staged, the tokens from `first` on, in memory. A warp leaves the channels that it has staged, and waits for no other.
 template <int TOKENS>
-__device__ __forceinline__ void leave(const GemmBlock& block, const GemmSegment& segment, u32* word) {
-    // A warp leaves the channels that it has staged, and waits for no other.
+__device__ __forceinline__ void leave_staged(const GemmBlock& block, const GemmSegment& segment, u32 first) {
     const u32 token = block.lane / 4, channel = 16 * block.warp + 4 * (block.lane & 3);
-    float* to = part_of<TOKENS>(block, segment, blockIdx.x, block.place) + token * STRIP + channel;
+    float* to = part_of<TOKENS>(block, segment, blockIdx.x, block.place) + (first + token) * STRIP + channel;
     const float* from = block.staging.row(token) + channel;
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < TOKENS / 8; ++i)
+    for (int i = 0; i < staged_tokens<TOKENS> / 8; ++i)
         __stcg(reinterpret_cast<float4*>(to + 8 * i * STRIP), *reinterpret_cast<const float4*>(from + 8 * i * OUTPUT_PITCH));
+    __syncwarp();
+}
+// Counts the block's part, which it has left; `word` becomes the number of parts that were there before.
+__device__ __forceinline__ void count_part(const GemmBlock& block, const GemmSegment& segment, u32* word) {
     block.sync();
     if (block.leads()) {
         u32 before;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(block.args.arrivals + segment.index), "r"(1u) : "memory");
         *word = before;
+    }
+}
+// Leaves a part whose first tokens are staged.
+template <int TOKENS, class Sum>
+__device__ __forceinline__ void leave(const Sum (&sums)[TOKENS / 2], const GemmBlock& block, const GemmSegment& segment) {
+    leave_staged<TOKENS>(block, segment, 0);
+    if constexpr (staged_tokens<TOKENS> < TOKENS) {
+        stage<TOKENS, staged_tokens<TOKENS>>(sums, block);
+        leave_staged<TOKENS>(block, segment, staged_tokens<TOKENS>);
     }
 }
 
@@ -111,12 +126,13 @@ struct Ending {
     GemmSegment segment;
     u32 first, parts, own;  // the first range that has a part; how many have; which of them is staged, if any
     u32 begin, end;
+    u32 staged;             // the first token that is staged
     float scale;            // from sums of products to sums of products of weights
     const float* ring;      // shared: others' parts
 
-    __device__ __forceinline__ Ending(const GemmBlock& block, const GemmSegment& segment)
-        : segment(segment), first(blockIdx.x), parts(1), own(0), begin(0), end(block.args.rows),
-          scale(block.args.shards[segment.shard].complements ? BYTE_SUM_SCALE : 1.0f), ring(block.ring_memory) {
+    __device__ __forceinline__ Ending(const GemmBlock& block, const GemmSegment& segment, bool bytes)
+        : segment(segment), first(blockIdx.x), parts(1), own(0), begin(0), end(block.args.rows), staged(0),
+          scale(bytes ? BYTE_STEP : block.args.shards[segment.shard].complements ? BYTE_SUM_SCALE : 1.0f), ring(block.ring_memory) {
         if (segment.complete) return;
         const StripParts all(block.args, segment);
         first = all.first, parts = all.count, own = all.mine;
@@ -207,6 +223,7 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Ending
     const PrefillArgs& args = block.args;
     const PrefillShard& shard = args.shards[ending.segment.shard];
     const RowOfLane lanes(block.lane);
+    const bool own = ending.own < ending.parts;  // else what is staged is no longer wanted
     const u32 strip = block.hadamard_block(ending.segment);
     if (strip >= shard.out_features / STRIP) return;
     const Crop crop(args, shard, strip);
@@ -215,7 +232,7 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Ending
 #pragma unroll 1
     for (u32 row = 2 * block.warp; row < count; row += 2 * PAIR_WARPS) {
         const u32 in_window = min(row + lanes.row, count - 1), token = first + in_window;
-        float* staged = block.staging.row(token);
+        float* staged = block.staging.row(own ? token - ending.staged : 2 * block.warp + lanes.row);
         float v[8] = {};
 #pragma unroll 2
         for (u32 part = 0, other = 0; part < ending.parts; ++part) {
@@ -233,7 +250,8 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Ending
             __syncwarp();
             lanes.keep(v, staged);  // of a last odd row twice the same
             __syncwarp();
-            crop.store(args, block.staging.row(first + row), min(2u, count - row), first + row, block.lane);
+            crop.store(args, block.staging.row(own ? first + row - ending.staged : 2 * block.warp), min(2u, count - row), first + row, block.lane);
+            __syncwarp();
         }
     }
 }
@@ -260,9 +278,16 @@ __device__ __forceinline__ void finish(const GemmBlock& block, const Ending& end
     }
 }
 
+// Leaves the part of the range's last strip if all of it is staged; else it has been left, and what is staged is no longer wanted.
+template <int TOKENS>
+__device__ __forceinline__ void leave_last(const GemmBlock& block, Ending& ending) {
+    if (staged_tokens<TOKENS> == TOKENS) leave_staged<TOKENS>(block, ending.segment, 0);
+    else ending.own = ~0u;
+}
+
 // Whether the block ends a strip, of which its range has the last units and has staged them, where the list of units was cut.
 template <int TOKENS>
-__device__ __forceinline__ bool collect_last(const GemmBlock& block, const Ending& ending) {
+__device__ __forceinline__ bool collect_last(const GemmBlock& block, Ending& ending) {
     u32* word = block.words + 1;
     if (block.leads()) {
         u32 now;
@@ -270,21 +295,22 @@ __device__ __forceinline__ bool collect_last(const GemmBlock& block, const Endin
         *word = now;
     }
     block.sync();
-    if (*word == ending.parts - 1) return true;
-    block.sync();  // all have read the word
-    leave<TOKENS>(block, ending.segment, word);
+    if (staged_tokens<TOKENS> == TOKENS && *word == ending.parts - 1) return true;
+    leave_last<TOKENS>(block, ending);
+    count_part(block, ending.segment, word);  // behind a barrier: all have read the word
     block.sync();
     return *word == ending.parts - 1;
 }
 
 // The shares of the tokens that the block ends, a bit each, of a strip that was cut into equal parts. `tokens`: of a share.
 template <int TOKENS>
-__device__ __forceinline__ u32 collect_shares(const GemmBlock& block, const Ending& ending, u32& tokens) {
+__device__ __forceinline__ u32 collect_shares(const GemmBlock& block, Ending& ending, u32& tokens) {
     const u32 most = min(ending.parts, MOST_SHARES);
     tokens = (block.args.rows + most - 1) / most;
     CutTile tile;
     tile.part = ending.own, tile.parts = ending.parts, tile.shares = (block.args.rows + tokens - 1) / tokens;
-    leave<TOKENS>(block, ending.segment, block.words);
+    leave_last<TOKENS>(block, ending);
+    count_part(block, ending.segment, block.words);
     if (block.leads()) {
         tile.word = *block.words + 1;
         *block.words = tile.shares_to_end(block.args.arrivals + ending.segment.index);

@@ -6,15 +6,21 @@
 #pragma once
 #include "fragments.cuh"
 #include "gemm_ring.cuh"
-#include "wgmma.cuh"
+#include "prefill_bytes.cuh"
+#include "wgmma_int8.cuh"
 
-// 2·K and codebook of a shard.
-template <int HALF_BITS, int CODEBOOK>
+// What a shard's weights are to the tensor cores. HALF: fp16, the weight itself or for mul1 its sum of bytes; BYTE: mul1 rounded to int8 as
+// prefill_int8.cuh defines it, multiplied by activations of one int8.
+template <int HALF_BITS, int CODEBOOK, int ARITHMETIC>
 struct GemmKind {
     static constexpr int half_bits = HALF_BITS, codebook = CODEBOOK;
-    static constexpr bool byte_sums = CODEBOOK == MUL1;
+    static constexpr bool bytes = ARITHMETIC == BYTE, byte_sums = CODEBOOK == MUL1 && !bytes;
+    static constexpr int products = bytes ? 2 : 4;  // of a step of 64 k
     using Window = ::Window<HALF_BITS>;
+    using Sum = typename ::Sum<ARITHMETIC>::type;
 };
+// Bytes of a token's activations of a unit.
+template <class K> constexpr u32 token_bytes = K::bytes ? GEMM_UNIT : 2 * GEMM_UNIT;
 
 // States P and P + 1 of a lane's 32 as two fp16, of k and k + 1 of its k-tile.
 template <class K, int P, u32 k>
@@ -28,14 +34,19 @@ __device__ __forceinline__ u32 decode_operand(const u32 (&words)[K::Window::word
 // The A operand of product I of a step.
 template <class K, int I>
 __device__ __forceinline__ void decode_product(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
-    a[0] = decode_operand<K, 8 * I, 2 * I>(words);
-    a[1] = decode_operand<K, 8 * I + 4, 2 * I>(words);
-    a[2] = decode_operand<K, 8 * I + 2, 2 * I + 8>(words);
-    a[3] = decode_operand<K, 8 * I + 6, 2 * I + 8>(words);
+    if constexpr (K::bytes) {
+        decode_bytes_step<K, I>(a, words);
+    } else {
+        a[0] = decode_operand<K, 8 * I, 2 * I>(words);
+        a[1] = decode_operand<K, 8 * I + 4, 2 * I>(words);
+        a[2] = decode_operand<K, 8 * I + 2, 2 * I + 8>(words);
+        a[3] = decode_operand<K, 8 * I + 6, 2 * I + 8>(words);
+    }
 }
 template <class K>
-__device__ __forceinline__ void decode_products(u32 (&a)[4][4], const u32 (&words)[K::Window::words]) {
-    decode_product<K, 0>(a[0], words), decode_product<K, 1>(a[1], words), decode_product<K, 2>(a[2], words), decode_product<K, 3>(a[3], words);
+__device__ __forceinline__ void decode_products(u32 (&a)[K::products][4], const u32 (&words)[K::Window::words]) {
+    decode_product<K, 0>(a[0], words), decode_product<K, 1>(a[1], words);
+    if constexpr (K::products == 4) decode_product<K, 2>(a[2], words), decode_product<K, 3>(a[3], words);
 }
 
 // The lane's words of step STEP of the unit in the ring.
@@ -45,26 +56,43 @@ __device__ __forceinline__ void load_step(u32 (&words)[K::Window::words], u32 st
     load_words<K::half_bits>(words, SharedWords{stage + (4 * STEP + (lane & 3)) * row_bytes + warp * tile_bytes}, lane);
 }
 
-// Starts the four products of a step and waits for those of the step before. `words` are decoded after it. `b`: the low word of B's
-// descriptor, whose address moves without a carry.
-template <int TOKENS, int WORDS>
-__device__ __forceinline__ void multiply_step(float (&sums)[TOKENS / 2], u32 (&a)[4][4], u32 b, u32 (&words)[WORDS]) {
+// Starts COUNT products and waits for those before them. `words` are decoded after it. `b`: the low word of B's descriptor,
+// whose address moves without a carry.
+template <class K, int TOKENS, int COUNT>
+__device__ __forceinline__ void multiply_step(typename K::Sum (&sums)[TOKENS / 2], u32 (&a)[COUNT][4], u32 b, u32 (&words)[K::Window::words]) {
     // All of A must be there before the fence: decoding that the compiler moves behind it makes ptxas add waits (C7519).
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
     warpgroup_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) WarpgroupMma<TOKENS>::run(sums, a[i], matrix_descriptor<0>(0) | (b + 2 * i * TOKENS));
+    for (int i = 0; i < COUNT; ++i) {
+        const u64 descriptor = matrix_descriptor<0>(0) | (b + 2 * i * TOKENS);
+        if constexpr (K::bytes) WarpgroupByteMma<TOKENS>::run(sums, a[i], descriptor);
+        else WarpgroupMma<TOKENS>::run(sums, a[i], descriptor);
+    }
     warpgroup_commit();
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
+    for (int i = 0; i < K::Window::words; ++i) asm volatile("" : "+r"(words[i]));
+}
+
+// Waits for the last products, and releases their unit.
+template <class K, int TOKENS>
+__device__ __forceinline__ void end_products(typename K::Sum (&sums)[TOKENS / 2], u32 release, int lane) {
+    warpgroup_wait();
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {  // else additions move ahead of the wait
+        if constexpr (K::bytes) asm volatile("" : "+r"(sums[i])::"memory");
+        else asm volatile("" : "+f"(sums[i])::"memory");
+    }
+    if (lane == 0) mbarrier_arrive(release);
 }
 
 // sums += the products of `units` units, of which the ring holds the first next.
 template <class K, int TOKENS>
-__device__ __forceinline__ void multiply_units(float (&sums)[TOKENS / 2], GemmRing& ring, u32 units, int warp, int lane) {
-    u32 even[4][4], odd[4][4], words[K::Window::words];
+__device__ __forceinline__ void multiply_units(typename K::Sum (&sums)[TOKENS / 2], GemmRing& ring, u32 units, int warp, int lane) {
+    constexpr u32 STEP = TOKENS * token_bytes<K> / 2 / 16;  // of a descriptor
+    u32 even[K::products][4], odd[K::products][4], words[K::Window::words];
     ring.wait_full();
     load_step<K, 0>(words, ring.stage, warp, lane);
     decode_products<K>(even, words);
@@ -73,22 +101,55 @@ __device__ __forceinline__ void multiply_units(float (&sums)[TOKENS / 2], GemmRi
     while (true) {
         const u32 b = u32(matrix_descriptor<TOKENS * 16>(ring.activations()));
         load_step<K, 1>(words, ring.stage, warp, lane);
-        multiply_step<TOKENS>(sums, even, b, words);
+        multiply_step<K, TOKENS>(sums, even, b, words);
         if (release && lane == 0) mbarrier_arrive(release);
         decode_products<K>(odd, words);
         release = ring.release_barrier();
         ring.next();
         if (--units == 0) {
-            multiply_step<TOKENS>(sums, odd, b + 8 * TOKENS, words);
+            multiply_step<K, TOKENS>(sums, odd, b + STEP, words);
             break;
         }
         ring.wait_full();
         load_step<K, 0>(words, ring.stage, warp, lane);
-        multiply_step<TOKENS>(sums, odd, b + 8 * TOKENS, words);
+        multiply_step<K, TOKENS>(sums, odd, b + STEP, words);
         decode_products<K>(even, words);
     }
-    warpgroup_wait();
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // else additions move ahead of the wait
-    if (lane == 0) mbarrier_arrive(release);
+    end_products<K, TOKENS>(sums, release, lane);
+}
+
+// The same with half of a step's products at once, for which many tokens leave registers.
+template <class K, int TOKENS>
+__device__ __forceinline__ void multiply_halves(typename K::Sum (&sums)[TOKENS / 2], GemmRing& ring, u32 units, int warp, int lane) {
+    constexpr u32 STEP = TOKENS * token_bytes<K> / 2 / 16, HALF = STEP / 2;  // of a descriptor
+    u32 even[2][4], odd[2][4], words[K::Window::words];
+    const auto first = [&] { decode_product<K, 0>(even[0], words), decode_product<K, 1>(even[1], words); };
+    const auto second = [&] { decode_product<K, 2>(odd[0], words), decode_product<K, 3>(odd[1], words); };
+    ring.wait_full();
+    load_step<K, 0>(words, ring.stage, warp, lane);
+    first();
+    u32 release = 0;  // the barrier of the unit before, whose last products may still run
+#pragma unroll 1
+    while (true) {
+        const u32 b = u32(matrix_descriptor<TOKENS * 16>(ring.activations()));
+        multiply_step<K, TOKENS>(sums, even, b, words);
+        if (release && lane == 0) mbarrier_arrive(release);
+        second();
+        load_step<K, 1>(words, ring.stage, warp, lane);
+        multiply_step<K, TOKENS>(sums, odd, b + HALF, words);
+        first();
+        multiply_step<K, TOKENS>(sums, even, b + STEP, words);
+        second();
+        release = ring.release_barrier();
+        ring.next();
+        if (--units == 0) {
+            multiply_step<K, TOKENS>(sums, odd, b + STEP + HALF, words);
+            break;
+        }
+        ring.wait_full();
+        load_step<K, 0>(words, ring.stage, warp, lane);
+        multiply_step<K, TOKENS>(sums, odd, b + STEP + HALF, words);
+        first();
+    }
+    end_products<K, TOKENS>(sums, release, lane);
 }

@@ -5,7 +5,7 @@
 // and keeps them in registers until the blocks of the row's cluster have agreed on its largest magnitude. A thread block is so small that
 // it starts beside a block of the GEMM before it, and one of the GEMM behind it beside it.
 //
-// The compiler's caller defines INSTANCE_TRANSFORMS, the 128-blocks of a warp.
+// The compiler's caller defines INSTANCE_TRANSFORMS, the 128-blocks of a warp, and INSTANCE_BYTES, 1 where A is rounded to int8 instead.
 #include "barrier.cuh"
 #include "prefill_problem.cuh"
 #include "rotation.cuh"
@@ -41,7 +41,21 @@ struct Row {
         for (int j = 0; j < 4; ++j) v[j] *= half_to_float(factors[j]);
         hadamard128(v, lane);
     }
-    // Rounds a 128-block and stores it: four channels a lane, of k-tile lane / 4.
+    // Rounds a 128-block to int8 and stores it: four channels a lane, of k-tile lane / 4.
+    __device__ __forceinline__ void store_bytes(const float (&v)[4], int i, float factor) const {
+        if (!exists(i)) return;
+        const u32 unit = 2 * block(i) + lane / 16, q = lane / 4 & 3;
+        u8* to = args.activations + (shard * (args.in_features / UNIT_IN) + unit) * static_cast<u64>(64 * args.tile_rows) + 16 * row + 4 * q;
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) {
+            int values[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(values[e]) : "f"(v[2 * j + e] * factor));
+            const u32 pair = 2 * (lane & 3) + j;  // matrix m has pairs m and m + 4 of a k-tile
+            *reinterpret_cast<u16*>(to + pair % 4 * 16 * args.tile_rows + pair / 4 * 2) = u16(values[0] & 0xff | values[1] << 8);
+        }
+    }
+    // The same to fp16.
     __device__ __forceinline__ void store(const float (&v)[4], int i, float factor) const {
         if (!exists(i)) return;
         const u32 channel = 4 * (lane & 3), unit = 2 * block(i) + lane / 16, q = lane / 4 & 3;
@@ -116,8 +130,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(con
             max_remote(shared_of(shared_address(&largest), threadIdx.x), largest, shared_of(shared_address(&arrived), threadIdx.x));
         mbarrier_wait(shared_address(&arrived), 0);
     }
-    const RowScale scale = half_scale(__uint_as_float(*static_cast<volatile u32*>(&largest)) * HADAMARD_SCALE);
+    const float bound = __uint_as_float(*static_cast<volatile u32*>(&largest));  // of unscaled values
+    const RowScale scale = INSTANCE_BYTES ? byte_scale(bound) : half_scale(bound * HADAMARD_SCALE);
     if (threadIdx.x == 0 && part == 0) args.scales[row.shard * args.rows + row.row] = scale.undo;
 #pragma unroll
-    for (int i = 0; i < TRANSFORMS; ++i) row.store(v[i], i, scale.factor);
+    for (int i = 0; i < TRANSFORMS; ++i) {
+        if (INSTANCE_BYTES) row.store_bytes(v[i], i, scale.factor);
+        else row.store(v[i], i, scale.factor);
+    }
 }

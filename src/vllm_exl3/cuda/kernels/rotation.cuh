@@ -77,6 +77,13 @@ __device__ __forceinline__ RowScale half_scale(float bound) {
     return {__uint_as_float(exponent << 23) * HADAMARD_SCALE, bound <= 2.9e38f ? __uint_as_float((254u - exponent) << 23) : bound * 1.0e30f};
 }
 
+// For int8, of a row whose unscaled H(x·suh) is at most `bound` in magnitude.
+__device__ __forceinline__ RowScale byte_scale(float bound) {
+    const float factor = 127.0f / bound;
+    if (!(factor <= 3.0e38f) && bound <= 1.0f) return {0.0f, 0.0f};  // a row of zeros or subnormals
+    return {factor, bound * (HADAMARD_SCALE / 127.0f)};
+}
+
 __device__ __forceinline__ RowScale row_scale(u32 arithmetic, u32 bits) {
     const float largest = __uint_as_float(bits);
     if (arithmetic == INTEGER) {
