@@ -1,12 +1,31 @@
-"""The shape of Llama 3 8B, which the benchmarks of whole models serve in EXL3 and in 16 bits."""
+"""The shape of Llama 3 8B, which the benchmarks of whole models serve in EXL3 and in vLLM's own formats."""
 
 import json
 from pathlib import Path
 
-__all__ = ["KINDS", "SHAPE", "write_bf16_config"]
+__all__ = ["KINDS", "SHAPE", "is_exl3", "options_of", "write_bf16_config"]
 
-KINDS = {"exl3": "native", "bf16": "cublas_bf16"}
+KINDS = {
+    "exl3": "native",
+    "exl3_fast": "native_fast",
+    "int4": "marlin_int4",
+    "fp8": "vllm_fp8",
+    "bf16": "cublas_bf16",
+}
 """Weights, and what rows call the kernels that serve them."""
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+
+
+def is_exl3(kind: str) -> bool:
+    """Whether a kind of `KINDS` is an EXL3 pack."""
+    return kind.startswith("exl3")
+
+
+def options_of(kind: str) -> dict[str, object]:
+    """vLLM's options that a kind needs besides those of its checkpoint."""
+    return {"load_format": "auto" if is_exl3(kind) else "dummy", **({"quantization": "fp8"} if kind == "fp8" else {})}
+
 
 SHAPE = {
     "hidden": 4096,
@@ -20,8 +39,8 @@ SHAPE = {
 """As `write_random_pack` takes it."""
 
 
-def write_bf16_config(folder: Path, shape: dict[str, int]) -> None:
-    """A folder that describes a bf16 model of a shape; its weights are vLLM's dummies."""
+def write_bf16_config(folder: Path, shape: dict[str, int], kind: str = "bf16") -> None:
+    """A folder that describes a model of a shape in bf16, or what `KINDS` has of it; its weights are vLLM's dummies."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -38,6 +57,8 @@ def write_bf16_config(folder: Path, shape: dict[str, int]) -> None:
         "rope_theta": 500000.0,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": "float16" if kind == "int4" else "bfloat16",
     }
+    if kind == "int4":
+        config["quantization_config"] = _GPTQ
     (folder / "config.json").write_text(json.dumps(config))

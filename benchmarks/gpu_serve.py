@@ -5,12 +5,13 @@
     python benchmarks/gpu_serve.py graphs PACK ...          tokens with FULL_AND_PIECEWISE graphs and with none
     python benchmarks/gpu_serve.py batch PACK ...           prompts alone and in a batch, under VLLM_BATCH_INVARIANT=1
     python benchmarks/gpu_serve.py memory {PACK,random}     what stays allocated (load times: gpu_load.py)
-    python benchmarks/gpu_serve.py speed exl3 bf16 [--batches 1 8 32]
+    python benchmarks/gpu_serve.py speed exl3 exl3_fast int4 fp8 bf16 [--batches 1 8 32 64 128]
     (each with --out FILE: rows are written as they are measured)
 
 ``speed`` serves an 8B-shaped model (32 layers, 4096/14336, 8 KV heads): random trellises of 4 bits with a head of 6,
-or random bf16 weights. Tokens per second are those of decoding alone, from the difference between two output lengths;
-time to first token is of prompts of 128, 1024 and 8192 tokens. Two kinds start side by side and take turns.
+in the default arithmetic or the fast one, or random weights in bf16, FP8 (vLLM's own) or int4 (GPTQ, groups of 128,
+Marlin). Tokens per second are those of decoding alone, from the difference between two output lengths; time to first
+token is of prompts of 128, 1024 and 8192 tokens. Kinds start side by side and take turns.
 """
 
 import argparse
@@ -209,7 +210,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", choices=(*SUBJECTS, "speed"))
-    parser.add_argument("values", nargs="+", help="pack folders; random for memory; exl3 or bf16 for speed")
+    parser.add_argument("values", nargs="+", help="pack folders; random for memory; kinds for speed")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--wait", action="store_true", help="of speed: say READY, and begin when a line comes in")
     parser.add_argument("--out", type=Path)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.dense_8b import KINDS, SHAPE, write_bf16_config
+from benchmarks.dense_8b import KINDS, SHAPE, is_exl3, options_of, write_bf16_config
 from vllm_exl3.tools.random_pack import write_random_pack
 
 __all__ = ["KINDS", "LENGTHS", "ROW", "SHAPE", "Row", "speed", "take_turns"]
@@ -33,9 +33,9 @@ READY = "READY"
 LENGTHS = (128, 1024, 8192)
 """Lengths whose time to first token is measured."""
 PROMPT = 128
-SHORT, LONG = 16, 272
-_GEMM = ("gemm", "gemv", "nvjet", "cutlass", "splitk")
-"""In the names of cuBLAS' kernels."""
+SHORT, LONG = 16, 144
+_GEMM = ("gemm", "gemv", "nvjet", "cutlass", "splitk", "marlin", "scaled_mm")
+"""In the names of kernels of cuBLAS, CUTLASS and Marlin."""
 
 _PARTS = {"attention": ("flash",), "compiled": ("triton_",)}
 """Words in the names of kernels, by what they belong to: vLLM's attention with its cache writes, and what Inductor
@@ -51,8 +51,14 @@ def take_turns(kinds: list[str], batches: list[int]) -> Iterator[Row]:
     # vLLM's log leaves by stderr, so that stdout holds rows and never fills up unread
     environment = {**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    fast = {"VLLM_EXL3_PRECISION": "fast"}
     jobs = {
-        kind: subprocess.Popen([sys.executable, script, "speed", kind, *options], text=True, env=environment, **pipes)
+        kind: subprocess.Popen(
+            [sys.executable, script, "speed", kind, *options],
+            text=True,
+            env=environment | (fast if kind == "exl3_fast" else {}),
+            **pipes,
+        )
         for kind in kinds
     }
     ready = {kind: any(line.strip() == READY for line in job.stdout) for kind, job in jobs.items()}
@@ -79,21 +85,22 @@ def speed(load: Load, kind: str, batches: list[int], *, wait: bool) -> Iterator[
         folder = Path(temporary) / kind
         with ProcessPoolExecutor(1) as pool:  # writing 5 GB takes as long as importing vLLM
             pack = {**SHAPE, "bits": 4, "head_bits": 6}
-            written = pool.submit(write_random_pack, folder, **pack) if kind == "exl3" else None
+            written = pool.submit(write_random_pack, folder, **pack) if is_exl3(kind) else None
             from tests.serving.engine import model_of
 
-            write_bf16_config(folder, SHAPE) if written is None else written.result()
+            write_bf16_config(folder, SHAPE, kind) if written is None else written.result()
         options: dict[str, Any] = {
-            "dtype": "bfloat16",
+            "dtype": "float16" if kind == "int4" else "bfloat16",
+            "max_num_seqs": max(*batches, 32),
             "max_model_len": max(LENGTHS) + 256,
             "max_num_batched_tokens": max(LENGTHS),
             "hf_overrides": {"max_position_embeddings": 2 * max(LENGTHS)},
-            "kv_cache_memory_bytes": 4 << 30,
-            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_bytes": 9 << 30,
+            "gpu_memory_utilization": 0.15,
             # of the sizes measured only: capturing takes its time; vLLM's own list ends between 64 and 512
             "compilation_config": {"cudagraph_capture_sizes": sorted({*batches, PROMPT})},
         }
-        llm = load(folder, load_format="auto" if kind == "exl3" else "dummy", **options)
+        llm = load(folder, **options_of(kind), **options)
         weights = sum(parameter.nbytes for parameter in model_of(llm).parameters())
         if wait:
             print(READY, flush=True)
@@ -141,7 +148,7 @@ def _decode(llm: Any, kind: str, batch: int) -> Row:
         "tokens_per_second": batch / step,
         "linear_us": parts["linears"],
         "kernels_us": sum(kernels.values()),
-        "exl3_share_of_gpu_time": parts["linears"] / sum(kernels.values()) if kind == "exl3" else 0.0,
+        "exl3_share_of_gpu_time": parts["linears"] / sum(kernels.values()) if is_exl3(kind) else 0.0,
         "parts_us": parts,
     }
 
@@ -156,7 +163,7 @@ def _parts(kernels: dict[str, float], kind: str) -> dict[str, float]:
 
 
 def _is_linear(name: str, kind: str) -> bool:
-    if kind == "exl3":
+    if is_exl3(kind):
         return name.startswith("exl3_")
     return any(word in name.lower() for word in _GEMM) and "flash" not in name.lower()
 

@@ -26,7 +26,7 @@ _BARRIERS, _ROW_PAD, _UNIT_ROWS = 256, 32, _UNIT // 16  # of gemm.cuh and gemm_r
 _MOST_STAGES, _MOST_KINDS, _ALIGN = 12, 2, 256
 
 _UNIT_US, _EQUAL_END_US, _LIST_END_US, _PART_US = 0.96, 5.0, 3.5, 2.5
-"""Microseconds of a unit of 128 × 256 weights on one multiprocessor; of the end of an equal part; of the ends of a range
+"""Microseconds of a unit of 128 × 256 weights on a multiprocessor; of the end of an equal part; of the ends of a range
 of the list, and for each part of a strip: measured on an H200 with 32 tokens. The number of tokens must not enter a
 cut, which decides the order of sums."""
 
