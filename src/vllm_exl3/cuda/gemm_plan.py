@@ -155,7 +155,8 @@ def plan_gemm(
     cut = cut or choose_cut(arguments.strips, depth, limits)
     range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
 
-    transform = cut_few_rows(rows, in_features, len(shards), int8=int8)
+    transform = cut_few_rows(rows, in_features, int8=int8)
+    offset_parts = transform.cluster if transform else depth
     transform = transform or cut_rows(rows, in_features, limits)  # refused for int8
     activation_bytes = tokens * _UNIT * (1 if int8 else 2)
     weight_bytes = round_up(max(_UNIT_ROWS * (2 * 8 * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds), 128)
@@ -166,7 +167,7 @@ def plan_gemm(
     sizes = {
         "activations": len(shards) * depth * activation_bytes,
         "scales": 4 * len(shards) * rows,
-        "offsets": 4 * len(shards) * rows * depth,
+        "offsets": 4 * len(shards) * rows * offset_parts,
         "arrivals": 4 * arguments.strips,
         "partials": (1 if cut.equal_parts else 2) * cut.blocks * tokens * _STRIP * 4,
     }
@@ -180,6 +181,7 @@ def plan_gemm(
         "longer_ranges": longer_ranges, "ranges": cut.blocks, "stages": stages, "weight_bytes": weight_bytes,
         "strip_blocks": 1, "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
         "sharing": transform.cluster, "equal_parts": int(cut.equal_parts),
+        "offset_parts": offset_parts,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)

@@ -46,24 +46,23 @@ __device__ __forceinline__ void fetch_for_end(const GemmBlock& block, const Gemm
     fetch_scales(block.args, block.staging, segment.shard, block.hadamard_block(segment), 0, TOKENS, block.thread, PAIR_THREADS);
 }
 
-// Sums the offsets of each shard's rows, by `threads` threads, which then arrive at `barrier`.
+// Sums the offsets of the rows of each shard that the block's range touches, by `threads` threads, which then arrive at `barrier`.
 __device__ __forceinline__ void sum_offsets(const PrefillArgs& args, float* offsets, u32 tokens, u32 thread, u32 threads, u32 barrier) {
-    constexpr u32 LANES = 16;  // of a row: fixed, as it decides the order of a sum
-    const u32 blocks = args.in_features / STRIP, lane = thread % LANES;
-#pragma unroll 1
-    for (u32 shard = 0; shard < args.shard_count; ++shard) {
-        const bool needed = args.shards[shard].complements;
-#pragma unroll 4
-        for (u32 row = thread / LANES; row < tokens; row += threads / LANES) {
+    GemmWalk walk(args);
+    GemmSegment segment;
+    u32 done = ~0u;
+    while (walk.next(args, segment)) {
+        if (segment.shard == done) continue;
+        done = segment.shard;
+        const bool needed = args.shards[done].complements;
+        for (u32 row = thread; row < tokens; row += threads) {
             float sum = 0.0f;
             if (needed && row < args.rows) {
-                const float* from = args.offsets + static_cast<u64>(shard * args.rows + row) * blocks;
+                const float* from = args.offsets + static_cast<u64>(done * args.rows + row) * args.offset_parts;
 #pragma unroll 4
-                for (u32 i = lane; i < blocks; i += LANES) sum += __ldcg(from + i);
+                for (u32 i = 0; i < args.offset_parts; ++i) sum += __ldcg(from + i);
             }
-#pragma unroll
-            for (u32 step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-            if (lane == 0) offsets[shard * tokens + row] = sum;
+            offsets[done * tokens + row] = sum;
         }
     }
     mbarrier_arrive(barrier);

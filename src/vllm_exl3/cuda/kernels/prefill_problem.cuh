@@ -28,7 +28,7 @@ struct PrefillArgs {
     const void* bias;    // [sum of crop_size] or null
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
     float* scales;       // scratch [shard][rows]: what undoes the row's scale
-    float* offsets;      // scratch [shard][rows][Hadamard blocks of k]: what byte sums leave out, times the row's scale; null: they are not used
+    float* offsets;      // scratch [shard][rows][offset_parts]: what byte sums leave out, as parts of a sum, times the row's scale
     uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][vectors of eight sums][256]: of parts of tiles, see prefill_sums.cuh
     u32* arrivals;       // scratch [cut tiles][Hadamard blocks of a strip]: see prefill_parts.cuh; null: a launch of its own ends cut tiles
     i64 x_stride;        // elements
@@ -55,6 +55,7 @@ struct PrefillArgs {
     u32 holds;           // whether the transform's blocks have shared memory for their rows
     u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
     u32 equal_parts;     // gemm.cu: whether every strip is cut into equal parts, one a thread block
+    u32 offset_parts;    // blocks of a cluster of gemm_rotate.cu, or Hadamard blocks of k where prefill_transform.cu takes its place
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
