@@ -14,7 +14,7 @@ from typing import Any
 from gpu_tests_table import gpu_tests
 from kv_tables import kv_tables
 from linear_tables import linear_tables, marlin_times, wrapped
-from serve_tables import serve_tables
+from serve_tables import KINDS, serve_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
@@ -80,29 +80,27 @@ def gpu_table() -> str:
     return wrapped(head) + "\n" + "\n".join(lines) + "\n"
 
 
-def serve_line() -> str:
-    """A whole model on the GPU: decoding, and the first token of a prompt."""
+def serve_table() -> str:
+    """A whole model on the GPU, beside what else vLLM serves: decoding, and the first token of a prompt."""
     results = [row for row in load("h200/serve.json")["rows"] if row["subject"] in ("decode", "first_token")]
-    kernels = ("native", "cublas_bf16")
     rows = {(row["subject"], row["kernel"], row["m"]): row for row in results}
     batches, prompts = (
         sorted({size for subject, _, size in rows if subject == wanted}) for wanted in ("decode", "first_token")
     )
-    speeds = [", ".join(f"{rows['decode', kernel, m]['tokens_per_second']:.0f}" for m in batches) for kernel in kernels]
     # Rows that a later run of other subjects kept name the commit that they were measured at.
     earlier = ", with the kernels of an earlier version" if any("commit" in row for row in results) else ""
-    text = (
-        "A model with the shape of Llama 3 8B and random weights, served by vLLM on the same GPU, decodes "
-        f"{speeds[0]} tokens/s at batch sizes of {', '.join(map(str, batches))} with 4-bit weights and a 6-bit head; "
-        f"in 16 bits it decodes {speeds[1]}"
+    head = (
+        "A model with the shape of Llama 3 8B and random weights, served by vLLM on the same GPU: tokens per second "
+        f"decoded at several batch sizes, and milliseconds to the first token after prompts of several lengths, all in "
+        f"one run (`benchmarks/results/h200/serve.json`{earlier}):"
     )
-    if prompts:
-        waits = [", ".join(f"{rows['first_token', kernel, m]['us'] / 1e3:.0f}" for m in prompts) for kernel in kernels]
-        text += (
-            f". The first token after a prompt of {', '.join(map(str, prompts))} tokens takes {waits[0]} ms; in 16 "
-            f"bits, {waits[1]} ms"
-        )
-    return wrapped(f"{text} (`benchmarks/results/h200/serve.json`{earlier}).")
+    titles = ["weights", *(f"batch {m}" for m in batches), *(f"first token, {m}" for m in prompts)]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for kernel, name in KINDS.items():
+        decoded = [f"{rows['decode', kernel, m]['tokens_per_second']:.0f}" for m in batches]
+        waited = [f"{rows['first_token', kernel, m]['us'] / 1e3:.1f}" for m in prompts]
+        lines.append("| " + " | ".join((name, *decoded, *waited)) + " |")
+    return wrapped(head) + "\n" + "\n".join(lines) + "\n"
 
 
 def prefill_line() -> str:
@@ -190,7 +188,7 @@ def demo_line() -> str:
 
 def readme_part() -> str:
     """The measured part of README.md."""
-    parts = (machines_line, gpu_table, marlin_line, prefill_line, moe_line, serve_line, cpu_line, demo_line)
+    parts = (machines_line, gpu_table, marlin_line, prefill_line, moe_line, serve_table, cpu_line, demo_line)
     return "\n".join(part() for part in parts)
 
 

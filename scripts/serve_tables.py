@@ -2,10 +2,17 @@
 
 from typing import Any
 
-__all__ = ["serve_tables"]
+__all__ = ["KINDS", "serve_tables"]
 
 Row = dict[str, Any]
-_KINDS = {"native": "4 bits, head 6", "cublas_bf16": "16 bits"}
+KINDS = {
+    "native": "EXL3, 4 bits, head 6",
+    "native_fast": "the same, fast mode",
+    "marlin_int4": "int4 (GPTQ, Marlin)",
+    "vllm_fp8": "FP8",
+    "cublas_bf16": "bf16",
+}
+"""What tables call the weights that rows' kernels serve, in their order."""
 _PARTS = ("linears", "attention", "compiled", "rest")
 
 
@@ -24,10 +31,10 @@ def _steps(results: dict[str, Any]) -> str:
         "| sequences | weights | tokens/s | step, µs | linears | attention | compiled | rest |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: (row["m"], row["kernel"] != "native")):
+    for row in sorted(rows, key=lambda row: (row["m"], list(KINDS).index(row["kernel"]))):
         parts = row.get("parts_us", {"linears": row["linear_us"]})
         texts = [f"{parts[part]:,.0f}" if part in parts else "" for part in _PARTS]
-        cells = [str(row["m"]), _KINDS[row["kernel"]], f"{row['tokens_per_second']:,.0f}", f"{row['us']:,.0f}", *texts]
+        cells = [str(row["m"]), KINDS[row["kernel"]], f"{row['tokens_per_second']:,.0f}", f"{row['us']:,.0f}", *texts]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -43,5 +50,5 @@ def _loading(rows: list[Row]) -> str:
     ]
     for row in rows:
         texts = [f"{row[f'{stage}_s']:.2f}" for stage in (*_LOAD, "load")]
-        lines.append("| " + " | ".join((_KINDS[row["kernel"]], f"{row['bytes'] / 1e9:.2f}", *texts)) + " |")
+        lines.append("| " + " | ".join((KINDS[row["kernel"]], f"{row['bytes'] / 1e9:.2f}", *texts)) + " |")
     return "\n".join(lines) + "\n"

@@ -29,5 +29,7 @@ class PrefillArgs(ctypes.Structure):
         *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
         *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
         *fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *fields(ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "equal_parts", "offset_parts"),
+        *fields(
+            ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "equal_parts", "offset_parts", "padding"
+        ),
     )

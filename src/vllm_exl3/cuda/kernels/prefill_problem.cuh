@@ -56,6 +56,7 @@ struct PrefillArgs {
     u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
     u32 equal_parts;     // gemm.cu: whether every strip is cut into equal parts, one a thread block
     u32 offset_parts;    // blocks of a cluster of gemm_rotate.cu, or Hadamard blocks of k where prefill_transform.cu takes its place
+    u32 padding;
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
