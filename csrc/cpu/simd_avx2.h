@@ -152,18 +152,47 @@ inline W repeat_words(const uint16_t* from) {
     return splat_word(int(words));
 }
 
-// Stores a group of edges, taken out of the lanes' order.
+// Bytes of each half, by the place they come from: words 0, 2, 4, 6, 1, 3, 5, 7 for two columns, 0, 4, 1, 5, 2, 6, 3, 7
+// for four.
+inline W order_words(W a, int columns) {
+    const __m128i two = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const __m128i four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(columns == 2 ? two : four));
+}
+
+inline W lower_halves(W a, W b) { return _mm256_permute2x128_si256(a, b, 0x20); }
+inline W upper_halves(W a, W b) { return _mm256_permute2x128_si256(a, b, 0x31); }
+
+// Stores a group of edges, taken out of the lanes' order: the 32 lanes are a matrix of 2^IN_SHIFT rows, transposed here.
 template <int IN_SHIFT>
 inline void store_edges(uint16_t* to, const W (&lanes)[2]) {
-    if constexpr (IN_SHIFT >= 5) {
-        store(to, lanes[0]);
-        store(to + WORDS, lanes[1]);
-    } else {
-        uint16_t words[2 * WORDS];
-        store(words, lanes[0]);
-        store(words + WORDS, lanes[1]);
-        for (int i = 0; i < 2 * WORDS; i++) to[exl3::edge_of_lane(IN_SHIFT, i)] = words[i];
+    W a = lanes[0], b = lanes[1];
+    if constexpr (IN_SHIFT == 1) {
+        const W low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+        a = lower_halves(low, high);
+        b = upper_halves(low, high);
     }
+    if constexpr (IN_SHIFT == 2) {
+        const W order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const W even = lower_halves(a, b), odd = upper_halves(a, b);
+        a = _mm256_permutevar8x32_epi32(_mm256_unpacklo_epi16(even, odd), order);
+        b = _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi16(even, odd), order);
+    }
+    if constexpr (IN_SHIFT == 3) {
+        const W order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        const W first = _mm256_permutevar8x32_epi32(order_words(a, 4), order);
+        const W second = _mm256_permutevar8x32_epi32(order_words(b, 4), order);
+        const W even = _mm256_unpacklo_epi64(first, second), odd = _mm256_unpackhi_epi64(first, second);
+        a = lower_halves(even, odd);
+        b = upper_halves(even, odd);
+    }
+    if constexpr (IN_SHIFT == 4) {
+        const W first = order_words(a, 2), second = order_words(b, 2);
+        a = _mm256_permute4x64_epi64(_mm256_unpacklo_epi64(first, second), 0xd8);
+        b = _mm256_permute4x64_epi64(_mm256_unpackhi_epi64(first, second), 0xd8);
+    }
+    store(to, a);
+    store(to + WORDS, b);
 }
 
 }  // namespace

@@ -108,26 +108,38 @@ def test_progress_counts_tiles() -> None:
     assert calls == sorted(calls)
 
 
-def test_instruction_sets_find_the_same_trellis(isa: str) -> None:
-    weights = gaussian(128, 128)[:, :128]
-    for half_bits in (2, 5, 8, 12) if isa != "scalar" else (8,):
-        result = encode(weights, half_bits, Codebook.MUL1)
-        library().exl3_select_isa(b"auto")
-        np.testing.assert_array_equal(result, encode(weights, half_bits, Codebook.MUL1))
-        library().exl3_select_isa(isa.encode())
+def weights_of_many_kinds(seed: int) -> np.ndarray:
+    """One block: Gaussian, small and large columns, ties (zeros, equal values) and values beyond the codebook."""
+    weights = gaussian(128, 128, seed)
+    weights[:, 32:48] *= 0.05
+    weights[:, 48:64] *= 4
+    weights[:, 64:80] = 0
+    weights[:, 80:96] = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), (128, 16))
+    weights[:, 96:112] = 1e4
+    return weights
+
+
+def assert_all_find_the_same_trellis(half_bits: int, codebook: Codebook, seed: int) -> None:
+    results = {}
+    for name in instruction_sets():
+        library().exl3_select_isa(name.encode())
+        results[name] = encode(weights_of_many_kinds(seed), half_bits, codebook, threads=2)
+    library().exl3_select_isa(b"auto")
+    for name, result in results.items():
+        np.testing.assert_array_equal(result, results["scalar"], err_msg=name)
+
+
+@pytest.mark.parametrize("half_bits", sorted({half_bits for _, half_bits in EVERY_KIND}))
+def test_instruction_sets_find_the_same_trellis(half_bits: int) -> None:
+    """Each transposes costs in its own way, by how many bits the position brings; scalar code is the reference."""
+    assert_all_find_the_same_trellis(half_bits, Codebook.MUL1, seed=half_bits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half_bits", [3, 4, 6, 7, 10, 14, 16])
-def test_instruction_sets_find_the_same_trellis_at_every_rate(half_bits: int) -> None:
-    weights = gaussian(128, 128, seed=half_bits)
-    results = []
-    for name in instruction_sets():
-        library().exl3_select_isa(name.encode())
-        results.append(encode(weights, half_bits, Codebook.INST3 if half_bits % 2 == 0 else Codebook.MUL1))
-    library().exl3_select_isa(b"auto")
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("codebook", "half_bits"), EVERY_KIND)
+def test_instruction_sets_find_the_same_trellis_of_every_kind(codebook: Codebook, half_bits: int, seed: int) -> None:
+    assert_all_find_the_same_trellis(half_bits, codebook, seed)
 
 
 @pytest.mark.parametrize(
