@@ -2,25 +2,32 @@
 """The CPU encoder: time a tile and squared error, at every rate, on Gaussian weights.
 
     python benchmarks/cpu_encode.py [--size 512] [--write]
+    python benchmarks/cpu_encode.py --isa avx2 avx512_vbmi [--write]
 
 Errors are relative to the weights' square: at the codebook's own scale, as the format's description
 gives them, and at the scale that `quantize_linear` uses.
+
+With --isa, instruction sets take turns in one run, on one thread: CPU time a tile, the least of some rounds,
+so that other work on the machine changes little.
 """
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vllm_exl3.cpu.library import library
+from vllm_exl3.cpu.processors import allowed, busy_by_others
 from vllm_exl3.cpu.quantize import encode, quantize_linear
 from vllm_exl3.pack import codec
 from vllm_exl3.pack.stored import TILE, Codebook
 from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "cpu_encode.json"
+BY_ISA = RESULTS.with_name("cpu_encode_isa.json")
+ROUNDS = 7
 KINDS = [
     *((Codebook.MUL1, half_bits) for half_bits in (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)),
     *((codebook, half_bits) for codebook in (Codebook.MCG, Codebook.INST3) for half_bits in (4, 8, 12)),
@@ -64,14 +71,55 @@ def measure(codebook: Codebook, half_bits: int, size: int, threads: int) -> dict
     return row
 
 
+def compare(isas: list[str], rounds: int) -> list[dict[str, Any]]:
+    """CPU time of every kind under each instruction set, which take turns."""
+    weights = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
+    result = []
+    for codebook, half_bits in KINDS:
+        scaled = weights * np.float32(SPREAD[codebook])
+        times: dict[str, list[float]] = {isa: [] for isa in isas}
+        trellises = {}
+        for turn in range(rounds + 1):
+            for isa in isas:
+                select(isa)
+                start = time.process_time()
+                trellises[isa] = encode(scaled, half_bits, codebook, threads=1)
+                if turn:
+                    times[isa].append((time.process_time() - start) / (128 // TILE) ** 2 * 1e6)
+        if any((trellis != trellises[isas[0]]).any() for trellis in trellises.values()):
+            raise SystemExit(f"{codebook.label} K={half_bits / 2:g}: the instruction sets find different trellises")
+        for isa in isas:
+            row = {"kernel": "encode", "isa": isa, "bits": half_bits / 2, "codebook": codebook.label, "threads": 1}
+            result.append(row | {"us_tile": round(min(times[isa]), 1)})
+        least = ", ".join(f"{isa} {min(times[isa]):.0f}" for isa in isas)
+        print(f"{codebook.label:5s} K={half_bits / 2:<4g} us of CPU time a tile: {least}", flush=True)
+    return result
+
+
+def select(isa: str) -> None:
+    """Choose an instruction set for the calls that follow."""
+    if library().exl3_select_isa(isa.encode()):
+        raise SystemExit(f"this processor does not run {isa}")
+
+
 def main() -> None:
     """Measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=512)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu/cpu_encode.json")
+    parser.add_argument("--isa", nargs="+", help="compare these instruction sets, on one thread")
+    parser.add_argument("--write", action="store_true", help="write cpu_encode.json, or cpu_encode_isa.json for --isa")
     arguments = parser.parse_args()
-    threads = len(os.sched_getaffinity(0))
-    rows = [measure(codebook, half_bits, arguments.size, threads) for codebook, half_bits in KINDS]
+    if arguments.isa:
+        start, before = time.monotonic(), busy_by_others()
+        rows = compare(arguments.isa, ROUNDS)
+        after = busy_by_others()
+        others = None if before is None or after is None else round((after - before) / (time.monotonic() - start), 2)
+        command = f"python benchmarks/cpu_encode.py --isa {' '.join(arguments.isa)} --write"
+        facts = {"processors_busy_by_others": others, "time": "CPU time of one thread, the least of some rounds"}
+        if arguments.write:
+            write_results(BY_ISA, rows, machine="cpu", command=command, facts=facts)
+        return
+    rows = [measure(codebook, half_bits, arguments.size, allowed()) for codebook, half_bits in KINDS]
     if arguments.write:
         write_results(RESULTS, rows, machine="cpu", command="python benchmarks/cpu_encode.py --write")
 

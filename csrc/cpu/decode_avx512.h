@@ -44,6 +44,11 @@ struct Decoder {
         const I sum = add_halves(fixed(hash(first)), fixed(hash(second)));
         return _mm512_mulhrs_epi16(sum, splat(0x40004000));  // halved, rounding up
     }
+
+    template <int J, class Windows, class Bits>
+    I pair(const Windows& windows, const Bits& bits) const {
+        return pair(windows.template get<J>(bits), windows.template get<J + 1>(bits));
+    }
 };
 
 template <>
@@ -58,6 +63,11 @@ struct Decoder<MUL1> {
 #else
         return add_halves(_mm512_maddubs_epi16(hash(first), ones), _mm512_maddubs_epi16(hash(second), ones));
 #endif
+    }
+
+    template <int J, class Windows, class Bits>
+    I pair(const Windows& windows, const Bits& bits) const {
+        return pair(windows.template get<J>(bits), windows.template get<J + 1>(bits));
     }
 };
 

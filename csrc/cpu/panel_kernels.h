@@ -15,17 +15,19 @@ void panel_rate(const PanelTask& t) {
     const Windows windows(t.half_bits);
     const Decoder<CODEBOOK> decoder;
     const int dwords = tile_dwords(t.half_bits);
-    for (int k = 0; k < depth; k++) {
-        for (int column = 0; column < PANEL_COLUMNS / TILE; column++) {
-            const uint32_t* tile = t.tiles + k * t.row_dwords + column * dwords;
-            for (int set = 0; set < SETS; set++) {
+    typename Windows::Tiles tiles;
+    for (int column = 0; column < PANEL_COLUMNS / TILE; column++) {
+        for (int set = 0; set < SETS; set++) {
+            tiles.open(t.tiles + column * dwords, t.row_dwords, depth, t.half_bits, set);
+            for (int k = 0; k < depth; k++) {
+                const uint32_t* tile = t.tiles + k * t.row_dwords + column * dwords;
                 I low[4], high[4];
                 repeat<4>([&](auto group) EXL3_INLINE {
                     const int index = 4 * set + group;
                     prefetch(tile + depth * t.row_dwords + index * dwords / (4 * SETS));
-                    const auto bits = windows.load(tile, index);
-                    low[group] = decoder.pair(windows.template get<0>(bits), windows.template get<1>(bits));
-                    high[group] = decoder.pair(windows.template get<2>(bits), windows.template get<3>(bits));
+                    const auto bits = windows.load(tiles.at(k), index);
+                    low[group] = decoder.template pair<0>(windows, bits);
+                    high[group] = decoder.template pair<2>(windows, bits);
                 });
                 split_rows(low);
                 split_rows(high);

@@ -9,6 +9,7 @@
 #include "format.h"
 #include "kernels.h"
 #include "repeat.h"
+#include "tiles_in_place.h"
 
 namespace {
 
@@ -139,6 +140,7 @@ inline void prefetch(const void*) {}
 
 // Dwords 2i, 2i + 1 of a group are lane i's windows j and j + 4.
 struct Windows {
+    using Tiles = TilesInPlace;
     struct Bits {
         const uint32_t* tile;
         int first;
@@ -187,6 +189,11 @@ struct Decoder {
             first.v[i] = int32_t(low | uint32_t(weight(uint32_t(second.v[i]))) << 16);
         }
         return first;
+    }
+
+    template <int J, class Windows, class Bits>
+    I pair(const Windows& windows, const Bits& bits) const {
+        return pair(windows.template get<J>(bits), windows.template get<J + 1>(bits));
     }
 };
 

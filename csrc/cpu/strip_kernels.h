@@ -24,6 +24,7 @@ void strip_rows(const StripTask& t) {
     const Windows windows(t.half_bits);
     const Decoder<CODEBOOK> decoder;
     const int dwords = tile_dwords(t.half_bits);
+    typename Windows::Tiles tiles;
     for (int64_t block = 0; block < t.rows.blocks; block++) {
         for (int column = 0; column < t.column_tiles; column++) {
             const uint32_t* tile = t.tiles + block * depth * t.row_dwords + column * dwords;
@@ -31,6 +32,7 @@ void strip_rows(const StripTask& t) {
             for (int set = 0; set < SETS; set++) {
                 I sums[COUNT][4];
                 repeat<COUNT * 4>([&](auto i) EXL3_INLINE { sums[i / 4][i % 4] = splat(0); });
+                tiles.open(tile, t.row_dwords, depth, t.half_bits, set);
                 for (int k = 0; k < depth; k++) {
                     const uint32_t* here = tile + k * t.row_dwords;
                     const int16_t* a = t.rows.values + (first * depth + k) * TILE;
@@ -42,9 +44,9 @@ void strip_rows(const StripTask& t) {
                     repeat<4>([&](auto group) EXL3_INLINE {
                         const int index = 4 * set + group;
                         prefetch(here + depth * t.row_dwords + index * dwords / (4 * SETS));
-                        const auto bits = windows.load(here, index);
-                        const I w0 = decoder.pair(windows.template get<0>(bits), windows.template get<1>(bits));
-                        const I w1 = decoder.pair(windows.template get<2>(bits), windows.template get<3>(bits));
+                        const auto bits = windows.load(tiles.at(k), index);
+                        const I w0 = decoder.template pair<0>(windows, bits);
+                        const I w1 = decoder.template pair<2>(windows, bits);
                         repeat<COUNT>([&](auto row) EXL3_INLINE {
                             sums[row][group] = dot(dot(sums[row][group], w0, low[row]), w1, high[row]);
                         });

@@ -4,10 +4,12 @@
 
 #include "repeat.h"
 #include "simd_avx512.h"
+#include "tiles_in_place.h"
 
 namespace {
 
 struct Windows {
+    using Tiles = TilesInPlace;
     struct Bits {
         I here, before;
     };

@@ -7,6 +7,7 @@
 
 #include "repeat.h"
 #include "simd_avx512.h"
+#include "tiles_in_place.h"
 
 namespace {
 
@@ -15,6 +16,7 @@ constexpr int memory_byte(int ring_byte) { return ring_byte / 4 * 4 + 3 - ring_b
 
 // The ring bytes of a group of eight lanes, preceded by one dword.
 struct GroupBytes {
+    using Tiles = TilesInPlace;
     int half_bits;
     __mmask16 dwords;  // keeps the load inside the tile, which may be the last of its memory
 
@@ -97,6 +99,7 @@ struct EvenWindows : GroupBytes {
 
 // K = 8: every window is two whole bytes.
 struct ByteWindows {
+    using Tiles = TilesInPlace;
     struct Bits {
         I bytes, before;
     };
