@@ -36,13 +36,13 @@ struct Decoder {
 
     // fp16 numbers as integers in units of 2^-13: mantissa with its leading one, times 2^e, signed.
     static I fixed(I x) {
-        // By exponent; bits 2 and 3 of the index are noise.
-        const I powers = _mm256_broadcastsi128_si256(_mm_setr_epi8(4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 1, 2, 4, 8, 1, 2));
+        // The format ignores bits 12 to 14. With bit 12 set, the sign's operand is never zero, and the exponent's index
+        // never one of the zeros here, which is what the upper bytes of the indices ask for.
+        const __m128i by_exponent = _mm_setr_epi8(0, 0, 0, 0, 4, 8, 1, 2, 0, 0, 0, 0, 4, 8, 1, 2);
+        const I signs = _mm256_or_si256(x, splat(0x10001000));
+        const I factor = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(by_exponent), _mm256_srli_epi16(signs, 10));
         const I mantissa = _mm256_xor_si256(_mm256_and_si256(x, splat(0x03ff03ff)), splat(0x07600760));
-        // The upper byte of each word asks for zero.
-        const I index = _mm256_or_si256(_mm256_srli_epi16(x, 10), splat(int(0x80008000)));
-        const I factor = _mm256_shuffle_epi8(powers, index);
-        return _mm256_sign_epi16(_mm256_mullo_epi16(mantissa, factor), _mm256_or_si256(x, splat(0x00010001)));
+        return _mm256_sign_epi16(_mm256_mullo_epi16(mantissa, factor), signs);
     }
 
     template <int J, class Windows, class Bits>
