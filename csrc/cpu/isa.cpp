@@ -3,6 +3,10 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+
 namespace exl3 {
 namespace {
 
@@ -14,6 +18,10 @@ struct Candidate {
 #if defined(__x86_64__) || defined(_M_X64)
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx2_vnni() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
 }
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -31,6 +39,7 @@ const Candidate candidates[] = {
     {&kernels_avx512_vbmi, has_vbmi},
     {&kernels_avx512_vnni, has_vnni},
     {&kernels_avx512, has_avx512},
+    {&kernels_avx2_vnni, has_avx2_vnni},
     {&kernels_avx2, has_avx2},
 #endif
     {&kernels_scalar, [] { return true; }},

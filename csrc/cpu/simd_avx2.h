@@ -1,4 +1,4 @@
-// The vector type of `linear_kernels.h` for AVX2 with FMA and F16C.
+// The vector type of `linear_kernels.h` for AVX2 with FMA and F16C, with or without VNNI.
 #pragma once
 
 #include <immintrin.h>
@@ -94,7 +94,13 @@ inline F hadamard_vector(F a) {
 }
 
 // acc + the dot product of each lane's two int16.
-inline I dot(I acc, I w, I a) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, a)); }
+inline I dot(I acc, I w, I a) {
+#ifdef __AVXVNNI__
+    return _mm256_dpwssd_avx_epi32(acc, w, a);
+#else
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(w, a));
+#endif
+}
 
 // Four pairs of activations, each for the two columns of a lane.
 inline I load_rows(const int16_t* a) {

@@ -188,9 +188,10 @@ REQUIRE_UVA_EXPERTS = Variable(
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
-    choice("auto", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_vbmi"),
-    "Which instruction set the CPU kernels use. auto: the best that the CPU supports; scalar, avx2, avx512, "
-    "avx512_vnni and avx512_vbmi are for comparison.",
+    choice("auto", "scalar", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi"),
+    "Which instruction set the CPU kernels use. auto: the best that the CPU supports. A lower one, for tests and "
+    "comparison: scalar, avx2, avx2_vnni (AVX-VNNI), avx512, avx512_vnni or avx512_vbmi; one that the CPU lacks is "
+    "refused.",
 )
 
 METRICS_FOLDER = Variable(

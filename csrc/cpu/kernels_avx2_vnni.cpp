@@ -1,0 +1,15 @@
+// The kernels for AVX2 with VNNI in its VEX form, as processors without AVX-512 have it.
+#include "decode_avx2.h"
+#include "windows_avx2.h"
+
+#include "linear_kernels.h"
+#include "row_kernels.h"
+#include "viterbi_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_avx2_vnni = {
+    "avx2_vnni", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+};
+
+}  // namespace exl3
