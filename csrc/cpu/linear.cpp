@@ -13,7 +13,7 @@ namespace exl3 {
 namespace {
 
 constexpr int64_t CHUNK_ROWS = 256;       // rows whose activations are held at once
-constexpr int64_t STRIP_BLOCKS = 4;       // 128-column blocks of a unit of few rows, where there are enough
+constexpr int64_t STRIP_BLOCKS = 8;       // 128-column blocks of a unit of few rows, where there are enough
 constexpr int64_t PARALLEL_WORK = 1 << 16;  // weights or activations below which one thread is faster
 
 struct AlignedDelete {
