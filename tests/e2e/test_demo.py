@@ -17,6 +17,7 @@ from rich.console import Console
 from vllm_exl3.demo import baseline, prepare, run
 from vllm_exl3.demo.chat import Answer
 from vllm_exl3.demo.display import Display
+from vllm_exl3.demo.kept import KeptLinears
 from vllm_exl3.demo.prepare import Workshop
 from vllm_exl3.demo.quantize import Recipe
 from vllm_exl3.demo.server import ServerError, vllm_command
@@ -69,14 +70,56 @@ def test_a_pack_is_made_once_for_an_encoder_and_a_recipe(workshop: Workshop, mon
     assert len(encoded) == 45
 
 
-def test_an_interrupted_quantization_leaves_no_pack(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object, progress: object) -> None:
-        raise KeyboardInterrupt
+def test_an_interrupted_quantization_goes_on_where_it_stopped(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = workshop.encoded  # type: ignore[attr-defined]
+    encode = prepare.quantize_linear
 
-    monkeypatch.setattr(prepare, "quantize_linear", interrupt)
+    def interrupt_sixth(*arguments: Any, progress: Any) -> Any:
+        if len(encoded) == 5:
+            raise KeyboardInterrupt
+        return encode(*arguments, progress=progress)
+
+    monkeypatch.setattr(prepare, "quantize_linear", interrupt_sixth)
     with pytest.raises(KeyboardInterrupt):
         workshop.pack()
-    assert not list(workshop.cache.iterdir())
+    kept = [path for path in workshop.cache.iterdir() if not path.name.startswith(".unfinished-")]
+    assert not kept, "an unfinished pack lies where a finished one would"
+    (unfinished,) = workshop.cache.iterdir()
+    files = sorted(unfinished.iterdir())
+    assert len(files) == 5
+    # What is not as it was written is made again: one is cut short, one has a changed byte.
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    data = bytearray(files[1].read_bytes())
+    data[-7] ^= 1
+    files[1].write_bytes(data)
+    monkeypatch.setattr(prepare, "quantize_linear", encode)
+    resumed = workshop.pack()
+    assert len(encoded) == 5 + 12
+    assert "was done before an interruption" in shown(workshop.display)
+    assert not unfinished.exists()
+    again = Workshop(workshop.cache / "elsewhere", quiet())
+    again.model = workshop.model
+    for file in again.pack().iterdir():
+        assert file.read_bytes() == (resumed / file.name).read_bytes()
+
+
+def test_kept_linears_are_of_this_weight_and_rate(tmp_path: Path) -> None:
+    kept = KeptLinears(tmp_path / "kept")
+    weight = np.arange(6, dtype=np.float32).reshape(2, 3)
+    arrays = {"trellis": np.arange(48, dtype=np.int16).reshape(1, 1, 48)}
+    arrays |= {"suh": np.ones(3, np.float16), "svh": np.full(2, 2, np.float16)}
+    assert kept.find("a", weight, 6, Codebook.MUL1) is None
+    kept.keep("a", weight, 6, Codebook.MUL1, arrays)
+    found = kept.find("a", weight, 6, Codebook.MUL1)
+    assert found is not None
+    for leaf, values in arrays.items():
+        np.testing.assert_array_equal(getattr(found, leaf), values)
+        assert getattr(found, leaf).dtype == values.dtype
+    for other in ((weight + 1, 6, Codebook.MUL1), (weight, 8, Codebook.MUL1), (weight, 6, Codebook.MCG)):
+        assert kept.find("a", *other) is None
+    assert kept.find("b", weight, 6, Codebook.MUL1) is None
 
 
 def test_the_reference_is_computed_once(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def demo(
     except (BaselineError, ServerError, SourceError) as error:
         failures = [str(error)]
     except KeyboardInterrupt:
-        failures = ["interrupted; the server is stopped"]
+        failures = ["interrupted; nothing keeps running, and the next run goes on with what is quantized"]
     for failure in failures:
         typer.echo(f"  failed     {failure}", err=True)
     if failures:

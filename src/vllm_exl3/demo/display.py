@@ -1,5 +1,6 @@
 """What the demo shows while it works: bars on a terminal, a few plain lines in a log file."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,23 +26,26 @@ class Display:
         self.console.out(text, end="", highlight=False)
 
     @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[str, float], None]]:
-        """Show how much of ``total`` is done; yields a function that takes what was done and how much it was."""
+    def progress(self, total: int, done: int = 0) -> Iterator[Callable[[str, float], None]]:
+        """Show how much of ``total`` is done, and how long the rest takes.
+
+        Yields a function that takes what was done and how much it was, beside the ``done`` of an earlier run.
+        """
         if not self.console.is_terminal:
-            yield self._every_tenth(total)
+            yield self._every_tenth(total, done)
             return
         columns = (TextColumn("            "), BarColumn(32), TextColumn("{task.percentage:3.0f} %"))
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("[dim]{task.description}"))
         with Progress(*columns, *times, console=self.console, transient=True) as bar:
-            task = bar.add_task("", total=total)
+            task = bar.add_task("", total=total, completed=done)
 
             def advance(what: str, amount: float) -> None:
                 bar.update(task, advance=amount, description=what)
 
             yield advance
 
-    def _every_tenth(self, total: int) -> Callable[[str, float], None]:
-        done, shown = 0.0, 0
+    def _every_tenth(self, total: int, before: int) -> Callable[[str, float], None]:
+        done, shown, start = float(before), before * 10 // total, time.monotonic()
 
         def advance(what: str, amount: float) -> None:
             nonlocal done, shown
@@ -49,7 +53,8 @@ class Display:
             # the sum of shares may miss the whole by a rounding error
             if (tenths := int(done * 10 / total + 1e-6)) > shown:
                 shown = tenths
-                self.say("", f"{shown * 10:3d} %  {what}")
+                left = (time.monotonic() - start) / (done - before) * (total - done)
+                self.say("", f"{shown * 10:3d} %  {left:4.0f} s left  {what}")
 
         return advance
 

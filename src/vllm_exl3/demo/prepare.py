@@ -16,7 +16,8 @@ import numpy.typing as npt
 from vllm_exl3.cpu.quantize import ENCODER_VERSION, quantize_linear
 from vllm_exl3.demo.display import Display
 from vllm_exl3.demo.divergence import dense_log_probabilities
-from vllm_exl3.demo.quantize import Recipe, quantize_model, total_weights
+from vllm_exl3.demo.kept import KeptLinears
+from vllm_exl3.demo.quantize import Recipe, kept_weights, quantize_model, total_weights
 from vllm_exl3.demo.smollm2 import DenseModel, read_gguf
 from vllm_exl3.demo.source import GGUF_SHA256, find_source, verify_source
 from vllm_exl3.demo.tokenizer import tokenizer_files
@@ -82,7 +83,11 @@ class Workshop:
         model, start = self.model, time.monotonic()
         total = total_weights(model)
         self.display.say("quantize", f"{total / 1e6:.0f} M weights to {self.recipe.bits:g} bits, {ENCODER_VERSION}")
-        with self.display.progress(total) as advance:
+        kept = KeptLinears(self.cache / f".unfinished-{folder.name}")
+        done = kept_weights(model, self.recipe, kept)
+        if done:
+            self.display.say("", f"{done / total:.0%} of it was done before an interruption, and is kept")
+        with self.display.progress(total, done) as advance:
             quantize_model(
                 folder,
                 model,
@@ -90,7 +95,9 @@ class Workshop:
                 encode=quantize_linear,
                 extra_files=tokenizer_files(model.metadata),
                 progress=advance,
+                kept=kept,
             )
+        kept.discard()
         self.display.say("", f"took {time.monotonic() - start:.0f} s")
 
 

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_exl3.demo.kept import KeptLinears
 from vllm_exl3.demo.smollm2 import DenseModel
 from vllm_exl3.pack.stored import Codebook, pad_to_block
 from vllm_exl3.tools.pack_writer import WRITER, PackTensor, linear_tensors, write_pack
 
-__all__ = ["EncodedLinear", "Encoder", "Recipe", "quantize_model"]
+__all__ = ["EncodedLinear", "Encoder", "Recipe", "kept_weights", "quantize_model", "total_weights"]
 
 Array = npt.NDArray[Any]
 
@@ -64,6 +65,15 @@ class Recipe:
         """The recipe as plain values."""
         return asdict(self)
 
+    @property
+    def kind(self) -> Codebook:
+        """The codebook by its name."""
+        return next(kind for kind in Codebook if kind.label == self.codebook)
+
+    def half_bits(self, key: str) -> int:
+        """2·K of a linear, by its name."""
+        return round(2 * (self.head_bits if key == "lm_head" else self.bits))
+
 
 def quantize_model(
     folder: Path,
@@ -73,6 +83,7 @@ def quantize_model(
     encode: Encoder,
     extra_files: dict[str, str],
     progress: Callable[[str, float], None] = lambda module, weights: None,
+    kept: KeptLinears | None = None,
 ) -> Path:
     """Quantize every linear of a llama model and write the pack.
 
@@ -83,6 +94,7 @@ def quantize_model(
         encode: the encoder.
         extra_files: the tokenizer's files, name → text.
         progress: called now and then with a linear's name and how many more of its weights are done.
+        kept: linears of an earlier run that was interrupted, to be taken from there; what is encoded is added.
 
     Returns:
         The folder.
@@ -101,7 +113,7 @@ def quantize_model(
             "out_scales": "always",
             "codebook": recipe.codebook,
         },
-        tensors=_planned(model, recipe, encode, progress),
+        tensors=_planned(model, recipe, encode, progress, kept),
         extra_files={**extra_files, "generation_config.json": _generation_config(model.config)},
     )
 
@@ -111,15 +123,29 @@ def total_weights(model: DenseModel) -> int:
     return sum(weight.size for _, weight in _linears(model))
 
 
+def kept_weights(model: DenseModel, recipe: Recipe, kept: KeptLinears) -> int:
+    """How many of the `total_weights` need not be encoded, since an earlier run has."""
+    codebook = recipe.kind
+    return sum(
+        weight.size
+        for key, weight in _linears(model)
+        if kept.find(key, weight, recipe.half_bits(key), codebook) is not None
+    )
+
+
 def _planned(
-    model: DenseModel, recipe: Recipe, encode: Encoder, progress: Callable[[str, float], None]
+    model: DenseModel,
+    recipe: Recipe,
+    encode: Encoder,
+    progress: Callable[[str, float], None],
+    kept: KeptLinears | None,
 ) -> Iterator[PackTensor]:
-    codebook = next(kind for kind in Codebook if kind.label == recipe.codebook)
+    codebook = recipe.kind
     for name, weight in model.tensors.items():
         if not _is_linear(name, weight):
             yield PackTensor(name, "F16", weight.shape, lambda weight=weight: weight.astype(np.float16))
     for key, weight in _linears(model):
-        half_bits = round(2 * (recipe.head_bits if key == "lm_head" else recipe.bits))
+        half_bits = recipe.half_bits(key)
         rows, columns = pad_to_block(weight.shape[1]), pad_to_block(weight.shape[0])
         yield from linear_tensors(
             key,
@@ -127,7 +153,7 @@ def _planned(
             out_features=columns,
             half_bits=half_bits,
             codebook=codebook,
-            make=_OnceEncoded(key, weight, half_bits, codebook, encode, progress),
+            make=_OnceEncoded(key, weight, half_bits, codebook, encode, progress, kept),
         )
 
 
@@ -153,16 +179,26 @@ class _OnceEncoded:
     codebook: Codebook
     encode: Encoder
     progress: Callable[[str, float], None]
+    kept: KeptLinears | None
     encoded: EncodedLinear | None = None
     shown: float = 0.0
 
     def __call__(self, leaf: str) -> Array:
         if self.encoded is None:
-            self.encoded = self.encode(_padded(self.weight.T), self.half_bits, self.codebook, progress=self._advance)
+            self.encoded = self._found_or_encoded()
         values: Array = getattr(self.encoded, leaf)
         if leaf == "trellis":
             self.encoded = None
         return values
+
+    def _found_or_encoded(self) -> EncodedLinear:
+        facts = (self.key, self.weight, self.half_bits, self.codebook)
+        if self.kept is not None and (found := self.kept.find(*facts)) is not None:
+            return found
+        encoded = self.encode(_padded(self.weight.T), self.half_bits, self.codebook, progress=self._advance)
+        if self.kept is not None:
+            self.kept.keep(*facts, {leaf: getattr(encoded, leaf) for leaf in ("trellis", "suh", "svh")})
+        return encoded
 
     def _advance(self, tiles: int, all_tiles: int) -> None:
         share = tiles / all_tiles

@@ -66,6 +66,11 @@ def run_demo(settings: Settings, console: Console) -> list[str]:
     Returns:
         What failed, one sentence each; empty when all is well.
     """
+    with signals_as_exit():
+        return _run(settings, console)
+
+
+def _run(settings: Settings, console: Console) -> list[str]:
     start = time.monotonic()
     display = Display(console)
     if settings.gguf is not None:
@@ -74,7 +79,7 @@ def run_demo(settings: Settings, console: Console) -> list[str]:
     pack = workshop.pack()
     ids = _token_ids(pack)
     reference = workshop.reference(PARAGRAPH, ids)
-    with signals_as_exit(), _serve(pack, settings, display) as server:
+    with _serve(pack, settings, display) as server:
         answers = [_ask(server, question, display) for question, _ in QUESTIONS]
         served = served_log_probabilities(server.url, SERVED_NAME, ids, LISTED_TOKENS)
     display.say("stopped", "the server and all its processes")
