@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from vllm_exl3.cpu.library import library
-from vllm_exl3.cpu.processors import allowed, busy_by_others
 from vllm_exl3.cpu.quantize import encode, quantize_linear
 from vllm_exl3.pack import codec
 from vllm_exl3.pack.stored import TILE, Codebook
+from vllm_exl3.processors import allowed, busy_by_others
 from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "cpu_encode.json"

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_exl3.cpu.processors import busy_by_others
+from vllm_exl3.processors import busy_by_others
 from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "cpu_linear_isa.json"

@@ -1,7 +1,7 @@
 """Makes a processor with AVX-512 pass for one with AVX2, in this Python and those it starts: ``make test-avx2``.
 
-Python imports this file when its folder is on ``PYTHONPATH``. vLLM picks its library of CPU kernels, and its kernels for
-linears, by what torch.cpu says of the processor; torch, oneDNN and this package read variables.
+Python imports this file when its folder is on ``PYTHONPATH``. vLLM picks its library of CPU kernels, and its kernels
+for linears, by what torch.cpu says of the processor; torch, oneDNN and this package read variables.
 """
 
 import importlib.abc

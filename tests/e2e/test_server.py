@@ -136,3 +136,14 @@ def test_a_taken_port_is_passed_over() -> None:
         assert choose_port(port) not in (port, 0)
     free = choose_port()
     assert choose_port(free) == free
+
+
+def test_a_server_starts_on_the_processors_that_it_is_given(tmp_path: Path) -> None:
+    one = min(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", "import os; print('on', os.sched_getaffinity(0), flush=True)"]
+    log = tmp_path / "log"
+    with Server(command, port=1, log=log, environment=os.environ, processors={one}) as server:
+        deadline = time.monotonic() + 20
+        while "on" not in server.log_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert log.read_text().strip() == f"on {{{one}}}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ops.cpu_cases import ISAS, needs_library
+from vllm_exl3.cpu import backend
 from vllm_exl3.cpu import library as loading
 
 SOURCES = str(Path(loading.__file__).parents[2])
@@ -159,3 +160,10 @@ assert (one == four).all()
 """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
+
+
+def test_no_more_threads_than_a_cgroup_gives_time_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.torch, "get_num_threads", lambda: 8)
+    for quota, threads in ((3, 3), (1 << 16, 8)):
+        monkeypatch.setattr(backend, "quota_threads", lambda quota=quota: quota)
+        assert backend.threads() == threads

@@ -128,3 +128,23 @@ def test_a_gpu_without_measurements_is_told_so(backend: str, told: bool, monkeyp
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     line = "  dispatch   the kernel for each number of tokens is chosen by a model, as nobody has measured sm_89\n"
     assert (line in report.text()) == told
+
+
+@pytest.mark.parametrize(
+    ("device", "others", "told"), [("cpu", 50.0, True), ("cpu", 0.0, False), ("cuda", 50.0, False)]
+)
+def test_busy_processors_are_named_where_a_model_is_served_on_them(
+    device: str, others: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = Report()
+    layer, layout = layer_and_layout("model.layers.0.mlp.down_proj")
+    report.add_layer("down", layer, layout)
+    pack = SimpleNamespace(source="pack", commit=None, quantization={})
+    assert report.layer_ready("down", layer, pack)  # type: ignore[arg-type]
+    monkeypatch.setattr("vllm_exl3.serving.report.measure_others", lambda: others)
+    monkeypatch.setattr("vllm_exl3.serving.report._reports", [])
+    monkeypatch.setattr(report, "device", device)
+    report.publish()
+    monkeypatch.setattr(report, "device", "cpu")
+    assert ("  processors others keep 50.0 of" in report.text()) == told
+    assert (report.as_dict()["shortage"] is not None) == told

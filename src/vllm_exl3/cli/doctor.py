@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_exl3.cli.doctor_machine import check_compiler, check_flashinfer, check_folders
+from vllm_exl3.cli.doctor_machine import check_compiler, check_flashinfer, check_folders, check_processors
 from vllm_exl3.env_variable import VariableError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     import torch
 
     if torch.version.cuda is None:
+        yield "processors", check_processors
         yield "CPU, every K and codebook against the reference", _cpu
         yield "CPU, embeddings and n-gram rows against the reference", lambda: _rows("cpu")
         yield "CPU, experts against the reference", lambda: _experts("cpu")

@@ -7,7 +7,10 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["check_compiler", "check_flashinfer", "check_folders"]
+from vllm_exl3.pack.wording import counted
+from vllm_exl3.processors import allowed, measure_others, shortage
+
+__all__ = ["check_compiler", "check_flashinfer", "check_folders", "check_processors"]
 
 _PREBUILT = ("flashinfer-cubin", "flashinfer-jit-cache")
 """Distributions with FlashInfer's kernels; modules of these names with underscores."""
@@ -50,6 +53,15 @@ def _installed(module: str) -> bool:
 
 def _nvcc(toolkit: str) -> str | None:
     return shutil.which("nvcc", path=str(Path(toolkit) / "bin"))
+
+
+def check_processors() -> str:
+    """How many processors there are for serving on the CPU, how many of them others keep busy, and what helps then."""
+    others = measure_others()
+    # Threads of a server: its program has none yet.
+    note = shortage(allowed(), others)
+    busy = "" if others is None else f", of which others keep {others:.1f} busy"
+    return f"{counted(allowed(), 'processor')} may be used{busy}" + (f"; {note}" if note else "")
 
 
 def check_folders() -> str:

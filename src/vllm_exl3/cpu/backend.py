@@ -12,8 +12,9 @@ import torch
 from vllm_exl3.cpu.library import LinearCall, ShardStruct, check, library, unavailable, use_openmp
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.shards import Shard, unpack_shards
+from vllm_exl3.processors import quota_threads
 
-__all__ = ["dequantize", "linear"]
+__all__ = ["dequantize", "linear", "threads"]
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -54,6 +55,11 @@ def _layout(shards: tuple[int, ...]) -> _Layout:
     return _Layout(unpack_shards(shards))
 
 
+def threads() -> int:
+    """Threads of a call: torch's, which follow the process' processors, and no more than a cgroup gives time to."""
+    return min(torch.get_num_threads(), quota_threads())
+
+
 def linear(
     x: torch.Tensor,
     trellis: torch.Tensor,
@@ -80,7 +86,7 @@ def linear(
     call.trellis, call.suh, call.svh = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
     call.x, call.y = x.data_ptr(), y.data_ptr()
     call.rows, call.columns, call.x_stride, call.y_stride = rows, columns, x.stride(0), layout.output
-    call.shard_count, call.dtype, call.threads = layout.count, _DTYPES[x.dtype], torch.get_num_threads()
+    call.shard_count, call.dtype, call.threads = layout.count, _DTYPES[x.dtype], threads()
     if bias is not None:
         if bias.dtype not in _DTYPES or bias.numel() != layout.output or not bias.is_contiguous():
             raise ValueError(f"bias: found {bias.dtype} {tuple(bias.shape)}, expected {layout.output} floats")
@@ -131,7 +137,7 @@ def dequantize(
             _DTYPES[dtype],
             out.data_ptr(),
             layout.output,
-            torch.get_num_threads(),
+            threads(),
         )
     )
     return out

@@ -8,7 +8,6 @@ that zero padding takes from a 128-channel block is given back by scaling the bl
 """
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import numpy.typing as npt
 
 from vllm_exl3.cpu.library import ShardStruct, check, library, use_openmp
 from vllm_exl3.pack.stored import BLOCK, TILE, Codebook
+from vllm_exl3.processors import allowed
 
 __all__ = ["ENCODER_VERSION", "EncodedLinear", "encode", "quantize_linear"]
 
@@ -78,7 +78,7 @@ def quantize_linear(
         half_bits: 2·K.
         codebook: 3INST, mcg or mul1.
         seed: of the random signs. Equal arguments give equal bits, whatever the threads.
-        threads: at most so many; by default one for each CPU of the process.
+        threads: at most so many; by default one for each processor that the process may use.
         progress: called with the tiles done and all tiles.
 
     Raises:
@@ -91,7 +91,7 @@ def quantize_linear(
         raise ValueError(f"weight: found shape {weight.shape}, expected multiples of {BLOCK}")
     if not np.isfinite(weight).all():
         raise ValueError("weight: found NaN or infinity, expected finite values")
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or allowed()
     rotated, suh, svh = _regularise(weight, _target_scale(half_bits, codebook), seed, threads)
     trellis = encode(rotated, half_bits, codebook, threads=threads, progress=progress)
     decoded = _decode_unscaled(trellis, half_bits, codebook, threads)

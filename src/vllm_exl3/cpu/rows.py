@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_exl3.cpu.backend import threads
 from vllm_exl3.cpu.library import RowCall, check, library, unavailable, use_openmp
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.ngram import NgramTable
@@ -66,7 +67,7 @@ def _call(kind: int, ids: torch.Tensor, table: torch.Tensor, scales: torch.Tenso
     call.keep_ids = flat  # the structure holds an address alone
     call.count, call.rows, call.kind = flat.numel(), table.shape[0], kind
     call.scale_dtype, call.dtype = _DTYPES[scales.dtype], _DTYPES[out.dtype]
-    call.threads = max(1, min(torch.get_num_threads(), out.numel() // _VALUES_A_THREAD))
+    call.threads = max(1, min(threads(), out.numel() // _VALUES_A_THREAD))
     return call
 
 

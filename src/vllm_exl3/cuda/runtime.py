@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from vllm_exl3.cuda.compiler import Instance, compile_instance, fingerprint
 from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.wide import TRANSFORM
+from vllm_exl3.processors import allowed
 
 __all__ = ["Device", "architecture_of", "build", "cache_folder", "current_stream", "device", "own_instances"]
 
@@ -109,7 +109,7 @@ def build(
         progress.ready()
         return found
 
-    workers = max(1, min(len(wanted), len(os.sched_getaffinity(0))))
+    workers = max(1, min(len(wanted), allowed()))
     with ThreadPoolExecutor(workers, thread_name_prefix="exl3-nvrtc") as pool:
         results = list(pool.map(one, wanted))
     progress.ends(sum(not cached for _, cached in results))

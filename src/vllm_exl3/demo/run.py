@@ -19,6 +19,7 @@ from vllm_exl3.demo.divergence import kl_divergence, served_log_probabilities
 from vllm_exl3.demo.prepare import Workshop
 from vllm_exl3.demo.server import Server, choose_port, signals_as_exit, vllm_command
 from vllm_exl3.demo.source import verify_source
+from vllm_exl3.processors import SPINS, allowed_set, waits_by_spinning
 from vllm_exl3.tools import vllm_cpu
 
 __all__ = ["PARAGRAPH", "QUESTIONS", "Settings", "judge", "run_demo"]
@@ -100,15 +101,14 @@ def _serve(pack: Path, settings: Settings, display: Display) -> Iterator[Server]
     port = choose_port(settings.port)
     if settings.port not in (None, port):
         display.say("port", f"{settings.port} is taken, using {port}")
-    options = (
-        f"--host 127.0.0.1 --port {port} --served-model-name {SERVED_NAME} --max-model-len 1024 --max-num-seqs 4 "
-        f"--max-num-batched-tokens 512 --max-logprobs {LISTED_TOKENS} --enforce-eager"
-    )
-    command = [*vllm_command(), "serve", str(pack), *options.split()]
+    command = serve_command(pack, port)
     log = settings.cache / "server.log"
     display.say("serve", f"vllm {shlex.join(command[1:])}")
     start = time.monotonic()
-    with _environment() as environment, Server(command, port=port, log=log, environment=environment) as server:
+    with (
+        server_environment() as environment,
+        Server(command, port=port, log=log, environment=environment, processors=allowed_set()) as server,
+    ):
         with display.waiting("  vLLM is starting") as update:
             server.wait_healthy(START_SECONDS, update)
         display.say("", f"ready after {time.monotonic() - start:.0f} s; its log: {log}")
@@ -117,8 +117,17 @@ def _serve(pack: Path, settings: Settings, display: Display) -> Iterator[Server]
         yield server
 
 
+def serve_command(pack: Path, port: int) -> list[str]:
+    """vLLM's command line for the pack on a port of the loopback interface."""
+    options = (
+        f"--host 127.0.0.1 --port {port} --served-model-name {SERVED_NAME} --max-model-len 1024 --max-num-seqs 4 "
+        f"--max-num-batched-tokens 512 --max-logprobs {LISTED_TOKENS} --enforce-eager"
+    )
+    return [*vllm_command(), "serve", str(pack), *options.split()]
+
+
 @contextlib.contextmanager
-def _environment() -> Iterator[dict[str, str]]:
+def server_environment() -> Iterator[dict[str, str]]:
     """The server's environment: offline, a small KV cache, and a name for `vllm-cpu` where it needs one."""
     environment = {
         **os.environ,
@@ -126,6 +135,9 @@ def _environment() -> Iterator[dict[str, str]]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if waits_by_spinning():
+        # Threads that spin while they wait take a busy machine's processors from those waited for.
+        environment["GOMP_SPINCOUNT"] = SPINS
     with tempfile.TemporaryDirectory() as folder:
         if vllm_cpu.needed():
             vllm_cpu.write_metadata(Path(folder))

@@ -11,7 +11,7 @@ import sys
 import time
 import types
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -44,6 +44,15 @@ def vllm_command() -> list[str]:
             "on a machine without a GPU), or run `make demo` in a checkout, which does."
         )
     return [found]
+
+
+def _on(processors: Collection[int]) -> list[str]:
+    """What runs a command on these processors only; the process stays the same."""
+    setting = "import os, sys; os.sched_setaffinity(0, map(int, sys.argv[1].split(',')))"
+    return [
+        *(sys.executable, "-c", f"{setting}; os.execvp(sys.argv[2], sys.argv[2:])"),
+        ",".join(map(str, sorted(processors))),
+    ]
 
 
 def choose_port(wanted: int | None = None) -> int:
@@ -85,12 +94,21 @@ class Server:
         log: the file that gets its output.
     """
 
-    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        log: Path,
+        environment: Mapping[str, str],
+        processors: Collection[int] | None = None,
+    ) -> None:
         self.port = port
         self.url = f"http://{_HOST}:{port}"
         self.log = log
-        self._command = list(command)
         self._environment = dict(environment)
+        # vLLM starts a thread for each processor of its affinity mask, whatever a cgroup allows.
+        self._command = [*(_on(processors) if processors else ()), *command]
         self._process: subprocess.Popen[bytes] | None = None
         self._tree: dict[int, psutil.Process] = {}
 

@@ -19,6 +19,7 @@ from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.moe import moe_reference
 from vllm_exl3.ops.ngram import ngram_reference
 from vllm_exl3.pack.wording import byte_size, counted
+from vllm_exl3.processors import measure_others, shortage
 from vllm_exl3.serving.offload import compute_device, in_host_memory
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Report:
         self.bytes: Counter[str] = Counter()
         self._waiting: set[str] = set()
         self._built: dict[str, weakref.ref[torch.nn.Module]] = {}
+        self.shortage: str | None = None
 
     def add_layer(self, where: str, layer: torch.nn.Module, layout: "Layout") -> None:
         """Note a layer that is built but not loaded yet."""
@@ -110,6 +112,8 @@ class Report:
     def publish(self) -> None:
         """Log the block, once a rank group, and keep the report for `runtime_diagnostics`."""
         _reports.append(self)
+        if self.device == "cpu":
+            self.shortage = shortage(torch.get_num_threads(), measure_others())
         if is_first_rank():
             logger.info("%s", self.text())
 
@@ -144,6 +148,7 @@ class Report:
             "kernels": self._kernels(),
             "dispatch": self._dispatch(),
             "precision": self._precision(),
+            "shortage": self.shortage,
             "bytes": dict(self.bytes),
         }
 
@@ -178,6 +183,8 @@ class Report:
         if facts["dispatch"]:
             lines.append(f"  dispatch   {facts['dispatch']}")
         lines += [f"  precision  {line}" for line in facts["precision"]]
+        if facts["shortage"]:
+            lines.append(f"  processors {facts['shortage']}")
         memory = ", ".join(f"{name} {byte_size(size)}" for name, size in facts["bytes"].items())
         lines.append(f"  memory     {memory} on this rank")
         return "\n".join(lines)
