@@ -18,12 +18,13 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-versions lint format quick wheels docs setup clean distclean
+.PHONY: help demo test test-all test-avx2 test-versions lint format quick wheels docs setup clean distclean
 
 help:
 	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
 	@echo "make test       lint, types, the quick tests, and both kinds of wheel"
 	@echo "make test-all   the same with every slow test"
+	@echo "make test-avx2  the quick tests of serving, as on a processor without AVX-512"
 	@echo "make test-versions   the serving tests in every supported release of vLLM, on the CPU"
 	@echo "make lint       ruff (rules and format) and mypy"
 	@echo "make format     let ruff format and fix"
@@ -37,6 +38,11 @@ test: lint quick wheels
 
 test-all: lint wheels $(PROJECT_READY)
 	$(PY) -m pytest -q
+
+# test_registered.py starts processes in which no variable of this package may be set; here one is.
+test-avx2: $(PROJECT_READY)
+	PYTHONPATH=tests/avx2 $(PY) -m pytest -q -m "not slow" tests/ops tests/serving tests/e2e tests/cli \
+	  --ignore tests/serving/test_registered.py
 
 test-versions: $(PROJECT_READY)
 	$(PY) -m pytest -q tests/versions

@@ -4,8 +4,8 @@
     python benchmarks/cpu_busy.py [--cache FOLDER] [--questions 6] [--write]
 
 Each way of waiting serves in turn, in a server of its own as the demo starts it. The competitor is a loop without
-pause that this program starts and ends. A row says how many processors others, the server aside, kept busy: near 0
-alone, near 1 with the competitor; more means that the machine had other work, which the numbers then include.
+pause that this program starts and ends. A row says how many processors anything but the server and the competitor kept
+busy: where that is not near 0, the machine had other work, which the numbers then include.
 """
 
 import argparse
@@ -21,26 +21,30 @@ from typing import Any
 from rich.console import Console
 
 from vllm_exl3.cli.demo import default_cache
+from vllm_exl3.cpu.library import library
 from vllm_exl3.demo.chat import ask
 from vllm_exl3.demo.display import Display
 from vllm_exl3.demo.prepare import Workshop
 from vllm_exl3.demo.run import SERVED_NAME, START_SECONDS, serve_command, server_environment
 from vllm_exl3.demo.server import Server, choose_port, signals_as_exit
-from vllm_exl3.processors import busy_by_others
+from vllm_exl3.processors import SPINS, busy_by_others
 from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "cpu_busy.json"
 
-WAITS: dict[str, dict[str, str | None]] = {
-    "OpenMP's default": {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None},
-    "GOMP_SPINCOUNT=1000": {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "1000"},
-    "GOMP_SPINCOUNT=10000": {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": "10000"},
-    "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": None},
+WAITS: dict[str, dict[str, str]] = {
+    "OpenMP's default": {},
+    f"GOMP_SPINCOUNT={SPINS}, as the demo": {"GOMP_SPINCOUNT": SPINS},
+    "GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
+    "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
-"""Ways in which OpenMP's threads wait for work: what is set, or unset."""
+"""Ways in which OpenMP's threads wait for work."""
 
-THREADS = {"vLLM's choice": {}, "a thread on every processor": {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}}
-"""vLLM leaves one processor to its scheduler; with two processors, one thread is left, which waits for no other."""
+ALL, CHOSEN = "one for each processor", "vLLM's choice"
+THREADS = {ALL: {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, CHOSEN: {}}
+"""vLLM leaves one processor to its scheduler: of two, one is left for the model, whose thread waits for no other."""
+
+CASES = [*((ALL, wait) for wait in WAITS), (CHOSEN, "OpenMP's default")]
 
 QUESTION = "Explain in one sentence why plants need sunlight."
 
@@ -65,25 +69,24 @@ def speeds(server: Server, questions: int) -> dict[str, Any]:
     return {"median": statistics.median(rates), "most": max(rates), "others": others}
 
 
-def measure(pack: Path, log: Path, name: str, settings: dict[str, str | None], questions: int) -> list[dict[str, Any]]:
+def measure(pack: Path, log: Path, threads: str, wait: str, questions: int) -> list[dict[str, Any]]:
     """Both rows of one way of waiting."""
     port = choose_port()
     rows = []
     with server_environment() as environment:
-        for variable, value in settings.items():
+        for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
             environment.pop(variable, None)
-            if value is not None:
-                environment[variable] = value
+        environment |= {**THREADS[threads], **WAITS[wait]}
         with Server(serve_command(pack, port), port=port, log=log, environment=environment) as server:
             server.wait_healthy(START_SECONDS)
             ask(server.url, SERVED_NAME, QUESTION, max_tokens=16)
             for busy in (False, True):
                 with competitor() if busy else contextlib.nullcontext():
                     found = speeds(server, questions)
-                row = {"kernel": "native", "subject": "busy", "waiting": name, "competitor": busy}
+                row = {"kernel": "native", "subject": "busy", "threads": threads, "waiting": wait, "competitor": busy}
                 row |= {"tokens_per_second": round(found["median"], 2), "most": round(found["most"], 2)}
                 rows.append(row | {"processors_busy_by_others": found["others"]})
-                print(f"{name:24s} {'one taken' if busy else 'alone':10s} {found}", flush=True)
+                print(f"{threads:24s} {wait:36s} {'one taken' if busy else 'alone':10s} {found}", flush=True)
     return rows
 
 
@@ -91,17 +94,17 @@ def main() -> None:
     """Measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=default_cache())
-    parser.add_argument("--questions", type=int, default=6)
-    parser.add_argument("--waits", nargs="+", default=list(WAITS), choices=WAITS)
+    parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     pack = Workshop(arguments.cache, Display(Console())).pack()
     rows: list[dict[str, Any]] = []
     with signals_as_exit():
-        for name in arguments.waits:
-            rows += measure(pack, arguments.cache / "busy.log", name, WAITS[name], arguments.questions)
+        for threads, wait in CASES:
+            rows += measure(pack, arguments.cache / "busy.log", threads, wait, arguments.questions)
     if arguments.write:
-        write_results(RESULTS, rows, machine="cpu", command="python benchmarks/cpu_busy.py --write")
+        facts = {"isa": library().exl3_isa().decode()}
+        write_results(RESULTS, rows, machine="cpu", command="python benchmarks/cpu_busy.py --write", facts=facts)
 
 
 if __name__ == "__main__":

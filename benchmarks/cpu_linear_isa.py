@@ -6,7 +6,8 @@
 torch and oneDNN choose their kernels when they load, so each set is measured in a process of its own, whose
 environment keeps them to it; the processes take turns. In each, the peer and a kernel take turns, with more weights
 than a core's caches hold. One thread: the least CPU time, which other work on the machine changes little.
-All threads: the least wall time, which needs idle processors; a row says how many of them others kept busy.
+All threads: the least wall time, which needs idle processors: left out where others kept more than a quarter of one
+busy.
 """
 
 import argparse
@@ -84,6 +85,8 @@ def measure(isas: list[str], shape: str, passes: int) -> list[dict[str, Any]]:
             done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
             for line in done.stdout.splitlines():
                 row = json.loads(line)
+                if row["threads"] > 1 and (row["others"] is None or row["others"] > 0.25):
+                    continue
                 key = tuple(row[name] for name in ("isa", "codebook", "bits", "threads"))
                 earlier = best.setdefault(key, row)
                 if row["us"] < earlier["us"]:

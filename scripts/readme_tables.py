@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cpu_tables import SETS, cpu_tables, one_token_line
 from gpu_tests_table import gpu_tests
 from kv_tables import kv_tables
 from linear_tables import linear_tables, marlin_times, wrapped
@@ -168,21 +169,32 @@ def cpu_line() -> str:
     logits = [row["error"] for row in load("cpu/golden.json")["rows"] if row["subject"] == "logits"]
     memory = [row["peak_over_pack"] for row in load("cpu/memory.json")["rows"] if row["subject"] == "load"]
     return wrapped(
-        f"CPU: speed of a 4096 × 14336 linear at 4 bits relative to torch's in bf16, {speed} tokens "
-        f"(`cpu_linear.json`). Logits of {len(logits)} dense packs made by exllamav3 differ from exllamav3's own by a "
+        f"CPU ({SETS[_set_of_linears()]}): speed of a 4096 × 14336 linear at 4 bits relative to torch's in bf16, "
+        f"{speed} tokens (`cpu_linear.json`). {one_token_line(load('cpu/cpu_linear_isa.json'))}. "
+        f"Logits of {len(logits)} dense packs made by exllamav3 differ from exllamav3's own by a "
         f"relative error of {min(logits):.1e} to {max(logits):.1e} (`golden.json`). Loading takes at most "
         f"{max(memory):.2f} times the size of the pack in memory (`memory.json`). These files are in "
         "`benchmarks/results/cpu/`."
     )
 
 
+def _set_of_linears() -> str:
+    """The instruction set that cpu_linear.json was measured under."""
+    return next(str(row["isa"]) for row in load("cpu/cpu_linear.json")["rows"] if "isa" in row)
+
+
 def demo_line() -> str:
     """What the demo recorded."""
-    row = load("cpu/demo.json")["rows"][-1]
+    demo = load("cpu/demo.json")
+    row = demo["rows"][-1]
+    isa = row.get("isa")
+    if isa is None and demo["meta"]["cpu"] == load("cpu/cpu_linear.json")["meta"]["cpu"]:
+        isa = _set_of_linears()  # the same machine, and the demo takes the best set
+    under = f" ({SETS[isa]})" if isa else ""
     return wrapped(
         f"The demo (SmolLM2-135M at {row['bits']:g} bits, quantized without calibration) generates "
-        f"{row['tokens_per_second']:.0f} tokens/s on the CPU; the KL divergence of its logits from the 16-bit model's "
-        f"is {row['kl']:.3f} nats a token (`benchmarks/results/cpu/demo.json`)."
+        f"{row['tokens_per_second']:.0f} tokens/s on the CPU{under}; the KL divergence of its logits from the "
+        f"16-bit model's is {row['kl']:.3f} nats a token (`benchmarks/results/cpu/demo.json`)."
     )
 
 
@@ -195,6 +207,9 @@ def readme_part() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_part,
     "docs/kernels-gpu.md": lambda: linear_tables(load("h200/linear.json"), load("h200/marlin.json")),
+    "docs/kernels-cpu.md": lambda: cpu_tables(
+        *(load(f"cpu/{name}.json") for name in ("cpu_linear_isa", "cpu_encode_isa", "cpu_busy"))
+    ),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
     "docs/support-matrix.md": lambda: gpu_tests(ROOT / "benchmarks/results/h200/tests.json"),
     "docs/serving.md": lambda: serve_tables(load("h200/serve.json")),

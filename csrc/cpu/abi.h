@@ -36,7 +36,7 @@ struct exl3_linear_call {
 EXL3_API int exl3_abi_version(void);
 EXL3_API const char* exl3_error_text(int code);
 
-// Chooses the instruction set: "auto", "scalar", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi".
+// Chooses the instruction set: "auto", "scalar", "neon", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi".
 EXL3_API int exl3_select_isa(const char* name);
 // The chosen one's name.
 EXL3_API const char* exl3_isa(void);

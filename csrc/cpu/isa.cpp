@@ -41,6 +41,8 @@ const Candidate candidates[] = {
     {&kernels_avx512, has_avx512},
     {&kernels_avx2_vnni, has_avx2_vnni},
     {&kernels_avx2, has_avx2},
+#elif defined(__aarch64__)
+    {&kernels_neon, [] { return true; }},
 #endif
     {&kernels_scalar, [] { return true; }},
 };

@@ -1,6 +1,8 @@
 // The kernels for AVX2 with VNNI in its VEX form, as processors without AVX-512 have it.
-#include "decode_avx2.h"
-#include "windows_avx2.h"
+#include "simd_avx2.h"
+
+#include "decode_words.h"
+#include "windows_words.h"
 
 #include "linear_kernels.h"
 #include "row_kernels.h"

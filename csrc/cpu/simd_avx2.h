@@ -158,6 +158,57 @@ inline W repeat_words(const uint16_t* from) {
     return splat_word(int(words));
 }
 
+// ---- words and bytes, for decode_words.h and windows_words.h
+
+inline W both(W a, W b) { return _mm256_and_si256(a, b); }
+inline W either(W a, W b) { return _mm256_or_si256(a, b); }
+inline W differ(W a, W b) { return _mm256_xor_si256(a, b); }
+inline W multiply_words_high(W a, W b) { return _mm256_mulhi_epu16(a, b); }
+template <int COUNT>
+inline W shift_words_right(W a) {
+    return _mm256_srli_epi16(a, COUNT);
+}
+// -1 where a is not below b, without signs.
+inline W at_least(W a, W b) { return _mm256_cmpeq_epi16(_mm256_max_epu16(a, b), a); }
+inline W with_sign_of(W a, W sign) { return _mm256_sign_epi16(a, sign); }
+inline W halve_words(W a) { return _mm256_mulhrs_epi16(a, splat_word(0x4000)); }  // rounding up
+inline W sum_bytes(W a, W b) {  // the four of a word of each
+    const W ones = _mm256_set1_epi8(1);
+    return _mm256_add_epi16(_mm256_maddubs_epi16(a, ones), _mm256_maddubs_epi16(b, ones));
+}
+// Bytes of a table of 16, by the lower four bits of each byte below 128.
+inline W look_up(const uint8_t (&table)[16], W index) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_words(table)), index);
+}
+
+// Within each half; a negative index gives zero.
+inline I shuffle_bytes(I a, I order) { return _mm256_shuffle_epi8(a, order); }
+inline I load_halves(const uint8_t* low, const uint8_t* high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load_words(low)), load_words(high), 1);
+}
+inline I shift_counts_right(I counts) { return counts; }
+inline I shift_right(I a, I counts) { return _mm256_srlv_epi32(a, counts); }
+inline I shift_left(I a, I counts) { return _mm256_sllv_epi32(a, counts); }
+// The lower words of a's dwords and the upper ones of b's.
+inline I join_words(I a, I b) { return _mm256_blend_epi16(a, b, 0xaa); }
+
+// Copies an even number of dwords with the bytes of each in reverse.
+inline void reverse_bytes(uint8_t* to, const uint32_t* from, int dwords) {
+    const __m128i half = _mm_setr_epi8(3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12);
+    const I order = _mm256_broadcastsi128_si256(half);
+    int done = 0;
+    for (; done + 8 <= dwords; done += 8) store(to + 4 * done, _mm256_shuffle_epi8(load(from + done), order));
+    if (dwords & 4) {
+        store_words(to + 4 * done, _mm_shuffle_epi8(load_words(from + done), half));
+        done += 4;
+    }
+    // Half-integer rates end in the middle of 16 bytes.
+    if (dwords & 2) {
+        const __m128i last = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + done));
+        store_words(to + 4 * done, _mm_shuffle_epi8(last, half));
+    }
+}
+
 // Bytes of each half, by the place they come from: words 0, 2, 4, 6, 1, 3, 5, 7 for two columns, 0, 4, 1, 5, 2, 6, 3, 7
 // for four.
 inline W order_words(W a, int columns) {

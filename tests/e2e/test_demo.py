@@ -14,6 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from vllm_exl3 import env
 from vllm_exl3.demo import baseline, prepare, run
 from vllm_exl3.demo.chat import Answer
 from vllm_exl3.demo.display import Display
@@ -149,6 +150,8 @@ def test_recording_then_comparing_passes(tmp_path: Path) -> None:
     record = run.Settings(tmp_path, None, None, file, record=True)
     assert run.judge(0.031, [Answer("A short one.", 1, 0.1, None), ANSWER], IDENTITY, record, quiet()) == []
     written = json.loads(file.read_text())
+    isa = written["rows"][0].pop("isa")
+    assert isa in env.CPU_ISA.description
     assert written["rows"] == [{"kernel": "native", **IDENTITY, "kl": 0.031, "tokens_per_second": 20.0}]
     assert {"machine", "gpu", "driver", "versions", "commit", "date", "command"} <= written["meta"].keys()
     assert baseline.expected_divergence(file, IDENTITY) == 0.031

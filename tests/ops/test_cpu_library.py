@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.cpu_cases import ISAS, needs_library
+from tests.ops.cpu_cases import ISAS, instruction_sets, needs_library
 from vllm_exl3.cpu import backend
 from vllm_exl3.cpu import library as loading
 
@@ -79,9 +79,17 @@ def test_the_environment_forces_an_instruction_set(isa: str) -> None:
 
 @needs_library
 def test_an_unknown_instruction_set_names_the_variable() -> None:
-    result = run_python("from vllm_exl3.cpu.library import library; library()", VLLM_EXL3_CPU_ISA="neon")
+    result = run_python("from vllm_exl3.cpu.library import library; library()", VLLM_EXL3_CPU_ISA="altivec")
     assert result.returncode
-    assert "VLLM_EXL3_CPU_ISA='neon'" in result.stderr
+    assert "VLLM_EXL3_CPU_ISA='altivec'" in result.stderr
+
+
+@needs_library
+def test_an_instruction_set_of_another_processor_is_refused() -> None:
+    other = "avx2" if "neon" in instruction_sets() else "neon"
+    result = run_python("from vllm_exl3.cpu.library import library; library()", VLLM_EXL3_CPU_ISA=other)
+    assert result.returncode
+    assert f"VLLM_EXL3_CPU_ISA={other}: this CPU does not run it" in result.stderr
 
 
 @needs_library

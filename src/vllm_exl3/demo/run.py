@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from vllm_exl3.cpu.library import library
 from vllm_exl3.demo import baseline
 from vllm_exl3.demo.chat import Answer, ask
 from vllm_exl3.demo.display import Display, report_lines
@@ -176,6 +177,7 @@ def judge(
         row = {
             "kernel": "native",
             **identity,
+            "isa": library().exl3_isa().decode(),
             "kl": round(divergence, 6),
             "tokens_per_second": round(longest.tokens_per_second or 0.0, 1),
         }

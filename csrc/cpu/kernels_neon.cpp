@@ -1,0 +1,17 @@
+// The kernels for aarch64.
+#include "simd_neon.h"
+
+#include "decode_words.h"
+#include "windows_words.h"
+
+#include "linear_kernels.h"
+#include "row_kernels.h"
+#include "viterbi_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_neon = {
+    "neon", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+};
+
+}  // namespace exl3

@@ -1,0 +1,119 @@
+"""The measured part of docs/kernels-cpu.md: one token, the encoder and a busy machine, by instruction set."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from linear_tables import wrapped
+
+__all__ = ["SETS", "cpu_tables", "one_token_line"]
+
+Row = dict[str, Any]
+Results = dict[str, Any]
+
+SETS = {
+    "avx2": "AVX2",
+    "avx2_vnni": "AVX2 with AVX-VNNI",
+    "avx512": "AVX-512",
+    "avx512_vnni": "AVX-512 with VNNI",
+    "avx512_vbmi": "AVX-512 with VNNI and VBMI",
+}
+"""How the documents call the instruction sets."""
+
+
+def cpu_tables(linear: Results, encode: Results, busy: Results) -> str:
+    """All tables of the page's measured part."""
+    return "\n".join([*_linears(linear), *_encoder(encode), *_busy(busy)])
+
+
+def one_token_line(linear: Results) -> str:
+    """One sentence: a token of a 4-bit linear under AVX2."""
+    rows = {
+        row["threads"]: row
+        for row in linear["rows"]
+        if (row["isa"], row["codebook"], row["bits"]) == ("avx2", "mul1", 4)
+    }
+    row = rows[max(rows)]
+    return (
+        f"Under AVX2, on {row['threads']} cores of an {linear['meta']['cpu']}, one token takes that linear "
+        f"{row['over_torch_bf16']:.1f} times as fast as torch's in bf16, kept to AVX2 as well "
+        "(`cpu_linear_isa.json`; other codebooks: [docs/kernels-cpu.md](docs/kernels-cpu.md))"
+    )
+
+
+def _linears(results: Results) -> list[str]:
+    meta, rows = results["meta"], results["rows"]
+    sets = list(dict.fromkeys(row["isa"] for row in rows))
+    bits = sorted({row["bits"] for row in rows})
+    shape = f"{rows[0]['in']} × {rows[0]['out']}"
+    text = (
+        f"One token through a {shape} linear on an {meta['cpu']} (a virtual machine), {meta['date']}, all sets in one "
+        "run (`benchmarks/results/cpu/cpu_linear_isa.json`): thousand million weights a second, and in brackets the "
+        "speed relative to torch's bf16 linear under the same set. One thread is measured in CPU time; two threads in "
+        f"wall time, while others kept up to {_most(row.get('others') for row in rows):.1f} processors busy."
+    )
+    lines = [wrapped(text).rstrip("\n"), ""]
+    for threads in sorted({row["threads"] for row in rows}):
+        cells = {(row["isa"], row["codebook"], row["bits"]): row for row in rows if row["threads"] == threads}
+        table = []
+        for isa in sets:
+            for codebook in ("mul1", "mcg", "3inst"):
+                found = [cells[isa, codebook, k] for k in bits]
+                values = [f"{row['gweights']:.1f} ({row['over_torch_bf16']:.2f})" for row in found]
+                table.append([SETS[isa], codebook.replace("3inst", "3INST"), *values])
+        lines += _table([f"{threads} thread{'s'[: threads > 1]}", "codebook", *(f"K = {k:g}" for k in bits)], table)
+    return lines
+
+
+def _encoder(results: Results) -> list[str]:
+    meta, rows = results["meta"], results["rows"]
+    sets = list(dict.fromkeys(row["isa"] for row in rows))
+    kinds = list(dict.fromkeys((row["codebook"], row["bits"]) for row in rows))
+    cells = {(row["isa"], row["codebook"], row["bits"]): row["us_tile"] for row in rows}
+    text = (
+        f"The encoder on the same kind of machine, {meta['date']}: µs of CPU time a tile on one thread, the least of "
+        "some rounds in which the sets took turns; they find the same trellises "
+        "(`benchmarks/results/cpu/cpu_encode_isa.json`)."
+    )
+    table = [
+        [f"{codebook.replace('3inst', '3INST')} K = {bits:g}", *(f"{cells[isa, codebook, bits]:.0f}" for isa in sets)]
+        for codebook, bits in kinds
+    ]
+    return [wrapped(text).rstrip("\n"), "", *_table(["", *(SETS[isa] for isa in sets)], table)]
+
+
+def _busy(results: Results) -> list[str]:
+    meta, rows = results["meta"], results["rows"]
+    cells = {(row["threads"], row["waiting"], row["competitor"]): row for row in rows}
+    others = _most(row["processors_busy_by_others"] for row in rows)
+    text = (
+        f"The demo's model served under {SETS[meta['isa']]} on two processors, {meta['date']}: tokens a second alone "
+        "and beside a process that takes one of them (`benchmarks/results/cpu/cpu_busy.json`; the best of some "
+        f"answers, since others kept up to {others:.1f} processors busy)."
+    )
+    table = [
+        [
+            threads,
+            waiting,
+            f"{cells[threads, waiting, False]['most']:.1f}",
+            f"{cells[threads, waiting, True]['most']:.1f}",
+        ]
+        for threads, waiting in dict.fromkeys((row["threads"], row["waiting"]) for row in rows)
+    ]
+    return [
+        wrapped(text).rstrip("\n"),
+        "",
+        *_table(["threads of the model", "how they wait", "alone", "one taken"], table),
+    ]
+
+
+def _most(values: Iterable[float | None]) -> float:
+    return max((value for value in values if value is not None), default=0.0)
+
+
+def _table(heads: list[str], lines: Iterable[list[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+        *("| " + " | ".join(line) + " |" for line in lines),
+        "",
+    ]
