@@ -33,8 +33,9 @@ def one_token_line(linear: Results) -> str:
         if (row["isa"], row["codebook"], row["bits"]) == ("avx2", "mul1", 4)
     }
     row = rows[max(rows)]
+    cores = "one core" if row["threads"] == 1 else f"{row['threads']} cores"
     return (
-        f"Under AVX2, on {row['threads']} cores of an {linear['meta']['cpu']}, one token takes that linear "
+        f"Under AVX2, on {cores} of an {linear['meta']['cpu']}, one token takes that linear "
         f"{row['over_torch_bf16']:.1f} times as fast as torch's in bf16, kept to AVX2 as well "
         "(`cpu_linear_isa.json`; other codebooks: [docs/kernels-cpu.md](docs/kernels-cpu.md))"
     )
@@ -45,11 +46,13 @@ def _linears(results: Results) -> list[str]:
     sets = list(dict.fromkeys(row["isa"] for row in rows))
     bits = sorted({row["bits"] for row in rows})
     shape = f"{rows[0]['in']} × {rows[0]['out']}"
+    others = _most(row.get("others") for row in rows)
     text = (
         f"One token through a {shape} linear on an {meta['cpu']} (a virtual machine), {meta['date']}, all sets in one "
         "run (`benchmarks/results/cpu/cpu_linear_isa.json`): thousand million weights a second, and in brackets the "
-        "speed relative to torch's bf16 linear under the same set. One thread is measured in CPU time; two threads in "
-        f"wall time, while others kept up to {_most(row.get('others') for row in rows):.1f} processors busy."
+        f"speed relative to torch's bf16 linear under the same set. Others kept up to {others:.1f} processors busy "
+        "meanwhile, so that one thread is measured in CPU time, as the best of many calls; all threads are measured in "
+        "wall time, only where processors were idle."
     )
     lines = [wrapped(text).rstrip("\n"), ""]
     for threads in sorted({row["threads"] for row in rows}):
@@ -57,8 +60,10 @@ def _linears(results: Results) -> list[str]:
         table = []
         for isa in sets:
             for codebook in ("mul1", "mcg", "3inst"):
-                found = [cells[isa, codebook, k] for k in bits]
-                values = [f"{row['gweights']:.1f} ({row['over_torch_bf16']:.2f})" for row in found]
+                found = [cells.get((isa, codebook, k)) for k in bits]
+                values = [
+                    "" if row is None else f"{row['gweights']:.1f} ({row['over_torch_bf16']:.2f})" for row in found
+                ]
                 table.append([SETS[isa], codebook.replace("3inst", "3INST"), *values])
         lines += _table([f"{threads} thread{'s'[: threads > 1]}", "codebook", *(f"K = {k:g}" for k in bits)], table)
     return lines
