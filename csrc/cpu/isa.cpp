@@ -19,10 +19,12 @@ struct Candidate {
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+#ifdef EXL3_AVX_VNNI
 bool has_avx2_vnni() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
 }
+#endif
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -39,7 +41,9 @@ const Candidate candidates[] = {
     {&kernels_avx512_vbmi, has_vbmi},
     {&kernels_avx512_vnni, has_vnni},
     {&kernels_avx512, has_avx512},
+#ifdef EXL3_AVX_VNNI
     {&kernels_avx2_vnni, has_avx2_vnni},
+#endif
     {&kernels_avx2, has_avx2},
 #elif defined(__aarch64__)
     {&kernels_neon, [] { return true; }},
