@@ -90,26 +90,26 @@ def _encoder(results: Results) -> list[str]:
 def _busy(results: Results) -> list[str]:
     meta, rows = results["meta"], results["rows"]
     cells = {(row["threads"], row["waiting"], row["competitor"]): row for row in rows}
-    others = _most(row["processors_busy_by_others"] for row in rows)
     text = (
-        f"The demo's model served under {SETS[meta['isa']]} on two processors, {meta['date']}: tokens a second alone "
-        "and beside a process that takes one of them (`benchmarks/results/cpu/cpu_busy.json`; the best of some "
-        f"answers, since others kept up to {others:.1f} processors busy)."
+        f"The demo's model served under {SETS[meta['isa']]} on two processors, {meta['date']}: tokens a second without "
+        "and with a process that takes one of them, as the median (and the best) of some answers, and how many "
+        "processors yet other work on the machine kept busy meanwhile, without which they would be more "
+        "(`benchmarks/results/cpu/cpu_busy.json`)."
     )
-    table = [
-        [
-            threads,
-            waiting,
-            f"{cells[threads, waiting, False]['most']:.1f}",
-            f"{cells[threads, waiting, True]['most']:.1f}",
+    table = []
+    for threads, waiting in dict.fromkeys((row["threads"], row["waiting"]) for row in rows):
+        pair = [cells[threads, waiting, competitor] for competitor in (False, True)]
+        shown = [
+            part
+            for row in pair
+            for part in (
+                f"{row['tokens_per_second']:.1f} ({row['most']:.1f})",
+                f"{row['processors_busy_by_others']:.1f}",
+            )
         ]
-        for threads, waiting in dict.fromkeys((row["threads"], row["waiting"]) for row in rows)
-    ]
-    return [
-        wrapped(text).rstrip("\n"),
-        "",
-        *_table(["threads of the model", "how they wait", "alone", "one taken"], table),
-    ]
+        table.append([threads, waiting, *shown])
+    heads = ["threads of the model", "how they wait", "without", "other work", "with", "other work"]
+    return [wrapped(text).rstrip("\n"), "", *_table(heads, table)]
 
 
 def _most(values: Iterable[float | None]) -> float:
