@@ -27,9 +27,6 @@ __all__ = [
     "warpgroups",
 ]
 
-_MOST_OF_TWO_KINDS = 64
-"""Tokens up to which registers hold what gemm.cu needs for shards of two kinds."""
-
 _NARROW = 16
 """The largest number of tokens that the kernels of mma.sync take in one tile."""
 
@@ -118,8 +115,7 @@ def gemm_rows(architecture: str, kinds: Collection[tuple[int, int]], units: floa
     mul1 = all(codebook == Codebook.MUL1 for _, codebook in kinds)
     table = _table().get(architecture, {}).get("gemm_int8" if int8 else "gemm" if mul1 else "gemm_halves", [])
     assert isinstance(table, list)
-    rows = next((range(first, last + 1) for least, first, last in table if units >= least), range(0))
-    return rows if len(kinds) == 1 else range(rows.start, min(rows.stop, _MOST_OF_TWO_KINDS + 1))
+    return next((range(first, last + 1) for least, first, last in table if units >= least), range(0))
 
 
 def warpgroups(architecture: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, GemmCut, plan_gemm, refusal, units
+from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, MOST_OF_TWO_KINDS, GemmCut, plan_gemm, refusal, units
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.ops.shards import Shard
 
@@ -21,7 +21,8 @@ def served_rows(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool) -> 
     if refusal(shards, limits, int8=int8) is not None:
         return range(0)
     kinds = {(shard.half_bits, shard.codebook) for shard in shards}
-    return dispatch.gemm_rows(limits.architecture, kinds, units(shards) / limits.multiprocessors, int8=int8)
+    rows = dispatch.gemm_rows(limits.architecture, kinds, units(shards) / limits.multiprocessors, int8=int8)
+    return rows if len(kinds) == 1 else range(rows.start, min(rows.stop, MOST_OF_TWO_KINDS + 1))
 
 
 def _fast(shards: tuple[Shard, ...]) -> bool:
@@ -42,16 +43,12 @@ def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Callable[
 
 def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     """The kernels that `gemm` uses for a fused linear, for any number of tokens that it serves."""
-    found: list[Instance] = []
-    if env.batch_invariant():
-        return found
-    for int8 in (False, True) if _fast(shards) else (False,):
-        rows = served_rows(shards, limits, int8=int8)
-        tiles = INT8_GEMM_TILES if int8 else GEMM_TILES
-        for last in sorted({*(tile for tile in tiles if tile in rows), *rows[-1:]}):
-            plan = plan_gemm(shards, last, shards[0].in_features, limits, int8=int8)
-            found += [plan.transform.instance, plan.instance]
-    return list(dict.fromkeys(found))
+    found: dict[Instance, None] = {}
+    for rows in range(1, max(*GEMM_TILES, *INT8_GEMM_TILES) + 1):
+        if (chosen := choose(shards, rows, limits)) is not None:
+            plan = plan_gemm(shards, rows, shards[0].in_features, limits, int8=chosen is not gemm)
+            found |= dict.fromkeys((plan.transform.instance, plan.instance))
+    return list(found)
 
 
 def gemm(

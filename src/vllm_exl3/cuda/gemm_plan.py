@@ -15,7 +15,17 @@ from vllm_exl3.cuda.prefill_plan import PrefillPlan
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
-__all__ = ["GEMM_TILES", "INT8_GEMM_TILES", "GemmCut", "choose_cut", "gemm_instance", "plan_gemm", "refusal", "units"]
+__all__ = [
+    "GEMM_TILES",
+    "INT8_GEMM_TILES",
+    "MOST_OF_TWO_KINDS",
+    "GemmCut",
+    "choose_cut",
+    "gemm_instance",
+    "plan_gemm",
+    "refusal",
+    "units",
+]
 
 GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128), (16, 24, 32, 48, 64, 96, 128)
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
@@ -24,6 +34,16 @@ _STRIP, _UNIT = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
 _PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
 _BARRIERS, _ROW_PAD, _UNIT_ROWS = 256, 32, _UNIT // 16  # of gemm.cuh and gemm_ring.cuh
 _MOST_STAGES, _MOST_KINDS, _ALIGN = 12, 2, 256
+_MOST_PARTS = 64
+"""Parts of a strip: more only add reading, and the ring must hold a token of all others' (``finish`` of the kernel)."""
+
+_BESIDE = 1536
+"""Bytes of shared memory left for a block of gemm_rotate.cu."""
+
+MOST_OF_TWO_KINDS = 64
+"""Tokens up to which registers hold what shards of two kinds need."""
+
+_MOST_INT8_HALF_BITS = 8  # of ops/int8.py, which imports torch
 
 _UNIT_US, _EQUAL_END_US, _LIST_END_US, _PART_US = 0.96, 5.0, 3.5, 2.5
 """Microseconds of a unit of 128 × 256 weights on a multiprocessor; of the end of an equal part; of the ends of a range
@@ -54,10 +74,11 @@ def choose_cut(strips: int, depth: int, limits: GpuLimits) -> GemmCut:
         limits: the GPU.
     """
     blocks = min(limits.multiprocessors, strips * depth)
+    blocks = min(blocks, strips * _MOST_PARTS // 2)
     longest = -(-strips * depth // blocks)
     list_us = longest * _UNIT_US + _LIST_END_US + _PART_US * -(-depth // longest)
     choices = [(list_us, GemmCut(blocks, False))]
-    for parts in range(2, min(limits.multiprocessors // strips, depth) + 1):
+    for parts in range(2, min(limits.multiprocessors // strips, depth, _MOST_PARTS) + 1):
         if depth % parts == 0:
             choices.append((depth // parts * _UNIT_US + _EQUAL_END_US, GemmCut(strips * parts, True)))
     return min(choices, key=lambda choice: choice[0])[1]
@@ -69,6 +90,8 @@ def refusal(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool = False)
         return f"{limits.architecture} has no wgmma"
     if len({shard.in_features for shard in shards}) != 1:
         return f"shards of {[shard.in_features for shard in shards]} inputs, expected one width"
+    if int8 and any(shard.codebook != Codebook.MUL1 or shard.half_bits > _MOST_INT8_HALF_BITS for shard in shards):
+        return f"only mul1 weights of at most {_MOST_INT8_HALF_BITS // 2} bits are multiplied as int8"
     if int8 and shards[0].in_features > MOST_FEW_IN:
         return f"{shards[0].in_features} inputs, expected at most {MOST_FEW_IN} where they are rounded to int8"
     if (kinds := len({(shard.half_bits, shard.codebook) for shard in shards})) > _MOST_KINDS:
@@ -86,6 +109,33 @@ def gemm_instance(tokens: int, kinds: Sequence[tuple[int, int]], *, int8: bool =
     arithmetic = int(Arithmetic.BYTE if int8 else Arithmetic.HALF)
     listed = ", ".join(f"GemmKind<{half_bits}, {codebook}, {arithmetic}>" for half_bits, codebook in kinds)
     return Instance("gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+
+
+def _tile(rows: int, kinds: int, int8: bool) -> int:
+    """The tile that holds ``rows`` tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    tiles = INT8_GEMM_TILES if int8 else GEMM_TILES
+    most = tiles[-1] if kinds == 1 else MOST_OF_TWO_KINDS
+    if not 0 < rows <= most:
+        raise ValueError(f"{rows} tokens of shards of {kinds} kinds, expected 1 to {most}")
+    return next(tile for tile in tiles if rows <= tile)
+
+
+def _check_cut(cut: GemmCut, strips: int, depth: int) -> None:
+    """Refuse a division of work that the kernel's indexing does not allow.
+
+    Raises:
+        ValueError: blocks without units, strips of unequal parts, or of more than `_MOST_PARTS`.
+    """
+    parts, rest = divmod(cut.blocks, strips)
+    equal = rest == 0 and parts > 0 and depth % max(1, parts) == 0
+    if not 0 < cut.blocks <= strips * depth or (cut.equal_parts and not equal):
+        raise ValueError(f"{cut} of {strips} strips of {depth} units")
+    if -(-depth // (strips * depth // cut.blocks)) + 1 > _MOST_PARTS + 1:
+        raise ValueError(f"{cut} of {strips} strips of {depth} units: expected at most {_MOST_PARTS} parts of a strip")
 
 
 def _staging(tokens: int) -> int:
@@ -146,13 +196,14 @@ def plan_gemm(
     check_shards(shards, in_width)
     if (reason := refusal(shards, limits, int8=int8)) is not None:
         raise ValueError(reason)
-    tokens = next(tile for tile in (INT8_GEMM_TILES if int8 else GEMM_TILES) if rows <= tile)
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
+    tokens = _tile(rows, len(kinds), int8)
     in_features = shards[0].in_features
     depth = in_features // _UNIT
     arguments = PrefillArgs()
     offsets = _place(arguments, shards, kinds, int8)
     cut = cut or choose_cut(arguments.strips, depth, limits)
+    _check_cut(cut, arguments.strips, depth)
     range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
 
     transform = cut_few_rows(rows, in_features, int8=int8)
@@ -161,7 +212,7 @@ def plan_gemm(
     activation_bytes = tokens * _UNIT * (1 if int8 else 2)
     weight_bytes = round_up(max(_UNIT_ROWS * (2 * 8 * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds), 128)
     fixed = round_up(_BARRIERS + 4 * MAX_SHARDS * tokens + 2 * _staging(tokens), 128)
-    stages = min(_MOST_STAGES, (limits.shared_memory - fixed) // (weight_bytes + activation_bytes))
+    stages = min(_MOST_STAGES, (limits.shared_memory - _BESIDE - fixed) // (weight_bytes + activation_bytes))
     if stages < 2:
         raise ValueError(f"{limits.shared_memory} bytes of shared memory hold no two units of {kinds}")
     sizes = {

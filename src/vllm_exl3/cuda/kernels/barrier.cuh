@@ -32,6 +32,17 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 phase) {
         "}\n" ::"r"(barrier), "r"(phase) : "memory");
 }
 
+// The same where what came was stored by other blocks of the cluster.
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 barrier, u32 phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred arrived;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 arrived, [%0], %1;\n"
+        "@!arrived bra again;\n"
+        "}\n" ::"r"(barrier), "r"(phase) : "memory");
+}
+
 // One lane of the warp, in the form that lets the compiler issue bulk copies without looping over lanes.
 __device__ __forceinline__ bool one_lane() {
     u32 elected;

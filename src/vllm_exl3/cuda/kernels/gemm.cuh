@@ -48,7 +48,7 @@ __device__ __forceinline__ void consume(const PrefillArgs& args, GemmRing ring, 
     // No loop in here may end for some lanes before others: addresses in the ring would no longer be known to be the same for a warp, which
     // costs the products a twentieth.
     while (walk.next(args, segment)) {
-        fetch_for_end<TOKENS>(block, segment);
+        if (segment.complete || walk.unit == walk.unit_end) fetch_for_end<TOKENS>(block, segment);  // else it is left to others
         typename List::Sum sums[TOKENS / 2] = {};
         multiply_segment<TOKENS>(List{}, sums, ring, segment, args.shards[segment.shard].kind, warp, block.lane);
         stage<TOKENS>(sums, block);
@@ -76,6 +76,7 @@ __device__ __forceinline__ void consume(const PrefillArgs& args, GemmRing ring, 
     while (true) {
         if (shares == 0 && left) {
             left = false;
+            asm volatile("cp.async.wait_all;" ::: "memory");  // what was fetched for the last strip, if it was not ended here
             block.sync();  // the word is there
             GemmWalk(args).next(args, segment);
             ending = Ending(block, segment, List::bytes);

@@ -28,8 +28,8 @@ struct GemmBlock {
     const float* offsets;  // shared [shard][token], and the barrier that says that they are there
     u32 offsets_there;
     u32* words;            // shared: of the strip that the range begins with, and of the one that it ends with
-    const float* ring_memory;  // shared: free once all units are multiplied
-    u32 ring, ring_bytes;
+    const float* ring;     // shared: free once all units are multiplied; its address, its bytes
+    u32 ring_at, ring_bytes;
     u32 parts_there;       // the barrier of others' parts
     u32 place;             // which Hadamard block of the strip is the pair's
     int warp, lane, thread;  // in the pair
@@ -98,7 +98,7 @@ __device__ __forceinline__ void leave_staged(const GemmBlock& block, const GemmS
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < staged_tokens<TOKENS> / 8; ++i)
-        __stcg(reinterpret_cast<float4*>(to + 8 * i * STRIP), *reinterpret_cast<const float4*>(from + 8 * i * OUTPUT_PITCH));
+        if (first + 8 * i < block.args.rows) __stcg(reinterpret_cast<float4*>(to + 8 * i * STRIP), *reinterpret_cast<const float4*>(from + 8 * i * OUTPUT_PITCH));
     __syncwarp();
 }
 // Counts the block's part, which it has left; `word` becomes the number of parts that were there before.
@@ -127,11 +127,10 @@ struct Ending {
     u32 begin, end;
     u32 staged;             // the first token that is staged
     float scale;            // from sums of products to sums of products of weights
-    const float* ring;      // shared: others' parts
 
     __device__ __forceinline__ Ending(const GemmBlock& block, const GemmSegment& segment, bool bytes)
         : segment(segment), first(blockIdx.x), parts(1), own(0), begin(0), end(block.args.rows), staged(0),
-          scale(bytes ? BYTE_STEP : block.args.shards[segment.shard].complements ? BYTE_SUM_SCALE : 1.0f), ring(block.ring_memory) {
+          scale(bytes ? BYTE_STEP : block.args.shards[segment.shard].complements ? BYTE_SUM_SCALE : 1.0f) {
         if (segment.complete) return;
         const StripParts all(block.args, segment);
         first = all.first, parts = all.count, own = all.mine;
@@ -163,13 +162,14 @@ struct RowOfLane {
             for (int i = 0; i < 8; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], step));
         }
     }
-    __device__ __forceinline__ void scale(float (&v)[8], float factor, const u16* svh) const {
+    // `undo` may be as large as an activation: it comes last, so that nothing overflows before.
+    __device__ __forceinline__ void scale(float (&v)[8], float factor, float undo, const u16* svh) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint2 raw = *reinterpret_cast<const uint2*>(svh + channel + 64 * half);
             const u32 words[2] = {raw.x, raw.y};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[4 * half + i] = v[4 * half + i] * factor * half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
+            for (int i = 0; i < 4; ++i) v[4 * half + i] = v[4 * half + i] * factor * half_to_float(u16(words[i / 2] >> 16 * (i & 1))) * undo;
         }
     }
     __device__ __forceinline__ void keep(const float (&v)[8], float* to) const {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void fetch_parts(const GemmBlock& block, const Ending
         if (part == ending.own) continue;
         const u32 slot = part > ending.own ? copy - 2 : copy;
         const float* from = part_of<TOKENS>(block, ending.segment, ending.first + part, place) + first * STRIP;
-        copy_to_shared(block.ring + slot * bytes, reinterpret_cast<const u8*>(from), bytes, block.parts_there);
+        copy_to_shared(block.ring_at + slot * bytes, reinterpret_cast<const u8*>(from), bytes, block.parts_there);
     }
 }
 
@@ -223,11 +223,11 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Ending
     const PrefillShard& shard = args.shards[ending.segment.shard];
     const RowOfLane lanes(block.lane);
     const bool own = ending.own < ending.parts;  // else what is staged is no longer wanted
-    const u32 strip = block.hadamard_block(ending.segment);
-    if (strip >= shard.out_features / STRIP) return;
-    const Crop crop(args, shard, strip);
+    const u32 hadamard_block = block.hadamard_block(ending.segment);
+    if (hadamard_block >= shard.out_features / STRIP) return;
+    const Crop crop(args, shard, hadamard_block);
     const float* offsets = block.offsets + ending.segment.shard * shard_tokens;
-    const float* parts = ending.ring + block.place * count * STRIP;
+    const float* parts = block.ring + block.place * count * STRIP;
 #pragma unroll 1
     for (u32 row = 2 * block.warp; row < count; row += 2 * PAIR_WARPS) {
         const u32 in_window = min(row + lanes.row, count - 1), token = first + in_window;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Ending
         lanes.rotate(v, block.lane);
         // A constant added to all channels before the transform is 128 times that, added to the first.
         if (lanes.channel == 0) v[0] += offsets[token] * (STRIP / ending.scale);
-        lanes.scale(v, block.staging.undo[token] * (HADAMARD_SCALE * ending.scale), block.staging.svh);
+        lanes.scale(v, HADAMARD_SCALE * ending.scale, block.staging.undo[token], block.staging.svh);
         if (args.bias != nullptr) lanes.add(v, block.staging.bias);
         if (crop.whole) {
             if (row + lanes.row < count) lanes.store(v, args, crop.place(args, token));

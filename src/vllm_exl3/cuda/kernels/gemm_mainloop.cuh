@@ -16,6 +16,7 @@ struct GemmKind {
     static constexpr int half_bits = HALF_BITS, codebook = CODEBOOK;
     static constexpr bool bytes = ARITHMETIC == BYTE, byte_sums = CODEBOOK == MUL1 && !bytes;
     static constexpr int products = bytes ? 2 : 4;  // of a step of 64 k
+    static_assert(!bytes || CODEBOOK == MUL1, "only mul1 weights are affine in an integer");
     using Window = ::Window<HALF_BITS>;
     using Sum = typename ::Sum<ARITHMETIC>::type;
 };

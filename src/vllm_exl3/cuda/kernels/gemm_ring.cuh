@@ -47,6 +47,7 @@ struct UnitSource {
         weights = reinterpret_cast<const u8*>(shard.trellis) + UNIT_ROWS * segment.begin * pitch + 2 * segment.strip * block_bytes;
         activations = args.activations + static_cast<u64>(segment.shard * (args.in_features / GEMM_UNIT) + segment.begin) * activation_bytes;
     }
+    __device__ __forceinline__ void skip_weights() { weights += UNIT_ROWS * pitch; }
     __device__ __forceinline__ void fetch_weights(const GemmRing& ring) {
         const u32 barrier = ring.full + 8 * ring.slot;
         if (one_lane()) {
@@ -54,7 +55,7 @@ struct UnitSource {
 #pragma unroll
             for (u32 row = 0; row < UNIT_ROWS; ++row) copy_to_shared(ring.stage + row * row_bytes, weights + row * pitch, bytes, barrier);
         }
-        weights += UNIT_ROWS * pitch;
+        skip_weights();
     }
     __device__ __forceinline__ void fetch_activations(const GemmRing& ring) {
         if (one_lane()) copy_to_shared(ring.activations(), activations, activation_bytes, ring.full + 8 * ring.slot);
@@ -62,24 +63,31 @@ struct UnitSource {
     }
 };
 
-// Fetches every unit of the block's range. One warp. Weights never change: they are fetched while the kernel ahead still runs.
+// Fetches every unit of the block's range. One warp. Weights never change: as many as the ring holds are fetched while the kernel ahead runs.
 __device__ __forceinline__ void produce(const PrefillArgs& args, GemmRing ring, u32 activation_bytes) {
+    u32 ahead = 0;  // units whose weights are on their way
+    {
+        GemmWalk walk(args);
+        GemmSegment segment;
+        GemmRing early = ring;
+        while (ahead < ring.stages && walk.next(args, segment)) {
+            UnitSource source(args, segment, activation_bytes);
+            for (u32 unit = segment.begin; unit < segment.end && ahead < ring.stages; ++unit, ++ahead, early.next()) source.fetch_weights(early);
+        }
+    }
+    wait_for_previous();
     GemmWalk walk(args);
     GemmSegment segment;
-    for (bool first = true; walk.next(args, segment); first = false) {
+    u32 done = 0;
+    while (walk.next(args, segment)) {
         UnitSource source(args, segment, activation_bytes);
-        u32 unit = segment.begin;
-        if (first) {
-            const u32 ahead = min(ring.stages, segment.end - unit);
-            GemmRing early = ring;
-            for (u32 i = 0; i < ahead; ++i, early.next()) source.fetch_weights(early);
-            wait_for_previous();
-            for (u32 i = 0; i < ahead; ++i, ring.next()) source.fetch_activations(ring);
-            unit += ahead;
-        }
-        for (; unit < segment.end; ++unit, ring.next()) {
-            ring.wait_empty();
-            source.fetch_weights(ring);
+        for (u32 unit = segment.begin; unit < segment.end; ++unit, ++done, ring.next()) {
+            if (done < ahead) {
+                source.skip_weights();
+            } else {
+                ring.wait_empty();
+                source.fetch_weights(ring);
+            }
             source.fetch_activations(ring);
         }
     }

@@ -3,7 +3,7 @@
 //
 // It lies between two kernels that fill every multiprocessor, so all that counts is latency: a warp transforms a few 128-blocks of one row
 // and keeps them in registers until the blocks of the row's cluster have agreed on its largest magnitude. A thread block is so small that
-// it starts beside a block of the GEMM before it, and one of the GEMM behind it beside it.
+// it starts beside a block of the GEMM before it, and one of the GEMM behind it beside it (up to 80 tokens and with one kind of shards).
 //
 // The compiler's caller defines INSTANCE_TRANSFORMS, the 128-blocks of a warp, and INSTANCE_BYTES, 1 where A is rounded to int8 instead.
 #include "barrier.cuh"
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(con
         const u32 other = threadIdx.x / MAX_SHARDS, shard = threadIdx.x % MAX_SHARDS;
         if (other < parts && other != part && shard < args.shard_count)
             max_remote(shared_of(shared_address(&largest[shard]), other), largest[shard], shared_of(shared_address(&arrived), other));
-        mbarrier_wait(shared_address(&arrived), 0);
+        mbarrier_wait_cluster(shared_address(&arrived), 0);
     }
 #pragma unroll 1
     for (u32 shard = 0; shard < args.shard_count; ++shard) {

@@ -17,7 +17,7 @@ struct PrefillShard {
     u32 out_column;      // where its returned columns begin in the output
     u32 kind;            // index in the kernel's list of kinds
     u32 half_bits;
-    u32 first_strip;     // in the launch's list of strips: as many Hadamard blocks as a cluster has blocks
+    u32 first_strip;     // in the launch's list of strips: as many Hadamard blocks as a cluster has blocks; for gemm.cu two
     u32 complements;     // whether activations are stored for byte sums: see codebook.cuh, `complemented`
 };
 
@@ -29,8 +29,8 @@ struct PrefillArgs {
     u8* activations;     // scratch [shard][row tile][unit][8 matrices][tokens][16 bytes]
     float* scales;       // scratch [shard][rows]: what undoes the row's scale
     float* offsets;      // scratch [shard][rows][offset_parts]: what byte sums leave out, as parts of a sum, times the row's scale
-    uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][vectors of eight sums][256]: of parts of tiles, see prefill_sums.cuh
-    u32* arrivals;       // scratch [cut tiles][Hadamard blocks of a strip]: see prefill_parts.cuh; null: a launch of its own ends cut tiles
+    uint4* partials;     // scratch [2][ranges][Hadamard blocks of a strip][16 tokens][vectors of eight sums][256]: of parts of tiles, see prefill_sums.cuh; for gemm.cu float [2, or 1 with equal parts][ranges][2][tokens][128]
+    u32* arrivals;       // scratch [cut tiles][Hadamard blocks of a strip]: see prefill_parts.cuh; null: a launch of its own ends cut tiles; for gemm.cu one a strip
     i64 x_stride;        // elements
     i64 out_stride;
     u32 shard_count;
@@ -53,10 +53,10 @@ struct PrefillArgs {
     u32 strip_blocks;    // Hadamard blocks of a strip
     u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
     u32 holds;           // whether the transform's blocks have shared memory for their rows
-    u32 sharing;         // blocks of a cluster of prefill_rotate.cu, which share their rows
+    u32 sharing;         // blocks of a cluster of prefill_rotate.cu or gemm_rotate.cu, which share their rows
     u32 equal_parts;     // gemm.cu: whether every strip is cut into equal parts, one a thread block
     u32 offset_parts;    // blocks of a cluster of gemm_rotate.cu, or Hadamard blocks of k where prefill_transform.cu takes its place
-    u32 padding;
+    u32 padding;         // to a multiple of 8 bytes
 };
 
 __device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {

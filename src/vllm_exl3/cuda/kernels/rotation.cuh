@@ -71,7 +71,8 @@ struct RowScale {
     float undo;    // from the products' sum to y before the output Hadamard
 };
 
-// For fp16, of a row whose A is at most `bound` in magnitude: 2^e > bound, and the factor is 2^(11-e) and stays a normal number.
+// For fp16, of a row whose A is at most `bound` in magnitude: 2^e > bound, as float bits, and the factor is 2^(11-e) and stays a normal
+// number. What undoes it is infinite or NaN where the row is.
 __device__ __forceinline__ RowScale half_scale(float bound) {
     const u32 exponent = min(264u - max(1u, __float_as_uint(bound) >> 23 & 0xffu), 253u);
     return {__uint_as_float(exponent << 23) * HADAMARD_SCALE, bound <= 2.9e38f ? __uint_as_float((254u - exponent) << 23) : bound * 1.0e30f};
