@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 
-from vllm_exl3.cuda import narrow, prefill, prefill_int8
+from vllm_exl3.cuda import gemm, narrow, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
+from vllm_exl3.cuda.prefill_input import FEW
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
@@ -94,6 +95,8 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
                 continue
             for shards in (small, large):
                 found += plan(shards, form.tile_rows, shards[0].in_features, form, limits).instances
+        if multiplied := gemm.instances(large, limits):
+            found += [*multiplied, *FEW.values()]  # which of these rotates depends on the input's width
         found += prefill.instances(small, limits)
         found += prefill_int8.instances(small, limits)
     return list(dict.fromkeys(found))
