@@ -1,0 +1,130 @@
+// The GEMM for up to 64 tokens and the kernel that rotates its input on the host, behind functions for ctypes. The blocks of a
+// cluster of gemm_rotate.cu are one block of the emulator, each with shared variables of its own.
+#include "ptx.h"
+#include "barrier.cuh"
+
+inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
+inline void ptx_fence_proxy_async() {}
+// Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
+#define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
+inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
+inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
+inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
+inline void ptx_cvt_rn_bf16x2_f32(u32& word, float high, float low) {
+    uint16_t bits[2];
+    ptx_cvt_rn_bf16_f32(bits[0], low), ptx_cvt_rn_bf16_f32(bits[1], high);
+    word = u32(bits[1]) << 16 | bits[0];
+}
+inline void ptx_dp4a_u32_s32(u32& d, u32 a, u32 b, u32 c) {
+    d = c;
+    for (int i = 0; i < 32; i += 8) d += u32(int(a >> i & 255) * int(int8_t(b >> i & 255)));
+}
+template <class T> inline void __stcg(T* to, T value) { *to = value; }
+template <class T> inline void __stcs(T* to, T value) { *to = value; }
+// As the device's wgmma.cuh makes it.
+template <int K_STEP>
+inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
+
+#include "gemm.cuh"
+#include "rotation.cuh"
+
+using OneKind = GemmKinds<GemmKind<8, MUL1>>;
+using TwoRates = GemmKinds<GemmKind<5, MUL1>, GemmKind<8, MUL1>>;
+using TwoCodebooks = GemmKinds<GemmKind<6, MCG>, GemmKind<8, MUL1>>;
+using Halves = GemmKinds<GemmKind<4, INST3>>;
+
+template <int TOKENS>
+void multiply_kinds(const PrefillArgs& args, int kinds) {
+    if (kinds == 0) gemm<TOKENS, OneKind>(args);
+    else if (kinds == 1) gemm<TOKENS, TwoRates>(args);
+    else if (kinds == 2) gemm<TOKENS, TwoCodebooks>(args);
+    else gemm<TOKENS, Halves>(args);
+}
+// `kinds`: which of the lists above the layer has. Blocks run one after the other, the last one first where `backwards`.
+extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared, int kinds, int backwards) {
+    kernel_body = [=] {
+        if (args->tile_rows == 8) multiply_kinds<8>(*args, kinds);
+        else if (args->tile_rows == 24) multiply_kinds<24>(*args, kinds);
+        else if (args->tile_rows == 32) multiply_kinds<32>(*args, kinds);
+        else if (args->tile_rows == 64) multiply_kinds<64>(*args, kinds);
+        else stop("a tile that was not compiled for the host");
+    };
+    threads_a_block = threads, blocks_x = grid, blocks_y = 1, shared_limit = shared, block_y = 0;
+    for (u32 i = 0; i < grid && !failure; ++i) block_x = backwards ? grid - 1 - i : i, run_block(false);
+}
+
+// Byte sums of the states s and other(s), as the loop makes them of two neighbours: [complements of first, second][state].
+template <bool FIRST, bool SECOND>
+void sums_of_states(u32* out) {
+    for (u32 s = 0; s < 65536; ++s) out[s] = small_byte_sums<FIRST, SECOND>(product_word<MUL1>(s), product_word<MUL1>(s * 40503u & 65535u));
+}
+extern "C" void byte_sums_of_states(u32* out) {
+    sums_of_states<false, false>(out), sums_of_states<false, true>(out + 65536);
+    sums_of_states<true, false>(out + 131072), sums_of_states<true, true>(out + 196608);
+}
+extern "C" int is_complemented(u32 k) { return complemented(k); }
+extern "C" void constants(float* out) { out[0] = BYTE_SUM_SCALE, out[1] = BYTE_SUM_OFFSET, out[2] = COMPLEMENT_OFFSET; }
+
+// A variable in shared memory that every block of a cluster has.
+static unsigned sharing;
+static unsigned rank_of_thread() { return running / 256; }
+template <class T>
+struct OfBlock {
+    struct alignas(64) { T value; } all[4];
+    T* operator&() { return &all[rank_of_thread()].value; }
+    operator T() { return *&*this; }
+    void operator=(T value) { *&*this = value; }
+};
+struct Shared {
+    using u32 = OfBlock<::u32>;
+    using u64 = OfBlock<::u64>;
+};
+static Meeting block_meetings[4];
+static void meet_block() { block_meetings[rank_of_thread()].wait(256); }
+// A cluster's barrier in two halves.
+static unsigned arrivals, cluster_round, rounds[MAX_THREADS];
+static void arrive_at_cluster() {
+    rounds[running] = cluster_round;
+    if (++arrivals == threads_a_block) arrivals = 0, ++cluster_round;
+}
+static void wait_for_arrivals() { while (cluster_round == rounds[running]) switch_thread(); }
+inline unsigned address_in(unsigned address, unsigned rank) { return address + (rank - rank_of_thread()) * 64; }
+inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx__bytes_max_u32(unsigned at, unsigned value, unsigned barrier) {
+    unsigned* to = reinterpret_cast<unsigned*>(memory + int(at - SHARED_BASE));  // the variable, wherever its thread has it
+    *to = std::max(*to, value);
+    host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();
+}
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef __shared__
+#undef __align__
+#define threadIdx (Index{unsigned(running) % 256})
+#define blockIdx (Index2{block_x * sharing + rank_of_thread(), block_y})
+#define blockDim (Index{256})
+#define __shared__ static thread_local Shared::
+#define __align__(size)
+#define __syncthreads meet_block
+#define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
+#define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
+#define shared_of address_in
+
+namespace one {
+#define INSTANCE_TRANSFORMS 1
+#define exl3_gemm_rotate rotate_one
+#include "gemm_rotate.cu"
+}
+#undef INSTANCE_TRANSFORMS
+#undef exl3_gemm_rotate
+namespace four {
+#define INSTANCE_TRANSFORMS 4
+#define exl3_gemm_rotate rotate_four
+#include "gemm_rotate.cu"
+}
+
+extern "C" void rotate(const PrefillArgs* args, u32 transforms) {
+    sharing = args->sharing;
+    launch(args->rows, args->shard_count, 256 * sharing, SHARED_BYTES, [=] { transforms == 1 ? one::rotate_one(*args) : four::rotate_four(*args); });
+}

@@ -1,0 +1,255 @@
+"""The cut of a GEMM of up to 64 tokens: units covered once, memory that fits, sums whose order no batch decides."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm_exl3.cuda import compiler, gemm, gemm_plan
+from vllm_exl3.cuda.compiler import CompileError, Instance, compile_instance, compiler_unavailable
+from vllm_exl3.cuda.gemm_plan import GEMM_TILES, GemmCut, choose_cut, plan_gemm, refusal, units
+from vllm_exl3.cuda.geometry import MAX_SHARDS, GpuLimits
+from vllm_exl3.cuda.prefill_arguments import PrefillArgs
+from vllm_exl3.cuda.prefill_input import FEW, cut_few_rows
+from vllm_exl3.cuda.prefill_plan import PrefillPlan
+from vllm_exl3.cuda.survey import every_kind
+from vllm_exl3.ops.shards import Shard
+from vllm_exl3.pack.stored import Codebook
+
+H200 = GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14)))
+SMALL = GpuLimits("sm_90a", 16, 232448)
+_GPUS = st.sampled_from([H200, SMALL, replace(H200, multiprocessors=1), replace(H200, multiprocessors=114)])
+_KINDS = st.lists(st.sampled_from(every_kind()), min_size=1, max_size=2, unique=True)
+_SHARDS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 70)), min_size=1, max_size=MAX_SHARDS)
+
+
+def _layer(kinds: list[tuple[int, int]], shapes: list[tuple[int, int]], in_blocks: int) -> tuple[Shard, ...]:
+    """Shards of (index of a kind, Hadamard blocks)."""
+    return tuple(Shard(*kinds[i % len(kinds)], 128 * in_blocks, 128 * n, 0, 128 * n) for i, n in shapes)
+
+
+def _segments(arguments: PrefillArgs) -> list[list[tuple[int, int, int]]]:
+    """(strip, first unit, end) of every thread block's segments, in order: what GemmWalk of gemm_schedule.cuh gives."""
+    depth = arguments.in_features // 128
+    begins = [r * arguments.range_units + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
+    walks = []
+    for begin, end in itertools.pairwise(begins):
+        walk, unit = [], begin
+        while unit < end:
+            strip, first = divmod(unit, depth)
+            last = min(depth, first + end - unit)
+            walk.append((strip, first, last))
+            unit += last - first
+        walks.append(walk)
+    return walks
+
+
+def _parts(plan: PrefillPlan) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of the scratch's partial sums, and the (begin, end) that part_of of gemm_epilogue.cuh gives every part."""
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    depth, size = arguments.in_features // 128, 4 * arguments.tile_rows * 128
+    begins = [r * arguments.range_units + min(r, arguments.longer_ranges) for r in range(arguments.ranges)]
+    found = []
+    for block, walk in enumerate(_segments(arguments)):
+        for strip, first, end in walk:
+            if end - first < depth:
+                second = begins[block] < strip * depth
+                for place in (0, 1):
+                    at = (2 * (second * arguments.ranges + block) + place) * size
+                    found.append((at, at + size))
+    later = [at for at in plan.scratch_parts.values() if at > plan.scratch_parts["partials"]]
+    return min([*later, plan.scratch]) - plan.scratch_parts["partials"], found
+
+
+_CUTS = st.one_of(
+    st.none(),
+    st.tuples(st.just(False), st.integers(1, 200)),
+    st.tuples(st.just(True), st.integers(1, 64)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_KINDS, _SHARDS, st.integers(1, 60), st.integers(1, 64), _GPUS, _CUTS)
+@example([(8, 2)], [(0, 32)], 32, 32, H200, None)
+@example([(16, 2), (16, 0)], [(0, 1), (1, 3)] * 4, 1, 64, H200, None)
+@example([(8, 2)], [(0, 224)], 64, 64, H200, None)
+def test_every_unit_is_multiplied_once_and_has_room(
+    kinds: list[tuple[int, int]],
+    shapes: list[tuple[int, int]],
+    in_blocks: int,
+    rows: int,
+    limits: GpuLimits,
+    asked: tuple[bool, int] | None,
+) -> None:
+    layer, cut = _layer(kinds, shapes, in_blocks), None
+    strips = sum(-(-n // 2) for _, n in shapes)
+    if asked is not None:
+        equal, count = asked
+        if equal:  # as many parts as divide k
+            parts = max(parts for parts in range(1, in_blocks + 1) if in_blocks % parts == 0 and parts <= count)
+            cut = GemmCut(strips * parts, True)
+        else:
+            cut = GemmCut(min(count, strips * in_blocks), False)
+    plan = plan_gemm(layer, rows, 128 * in_blocks, limits, cut)
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    assert arguments.strips == strips and units(layer) == strips * in_blocks
+    assert plan.grid == arguments.ranges and (cut is not None or plan.grid <= limits.multiprocessors)
+    walks = _segments(arguments)
+    seen = Counter((strip, unit) for walk in walks for strip, first, end in walk for unit in range(first, end))
+    assert len(seen) == strips * in_blocks and set(seen.values()) == {1}
+    assert all(walks), "a thread block without work, which the kernel does not expect"
+    if arguments.equal_parts:
+        assert len({walk[0][2] - walk[0][1] for walk in walks}) == 1 and {len(walk) for walk in walks} == {1}
+    # Scratch: no part lies in another, or in what follows.
+    room, parts = _parts(plan)
+    assert all(end <= room for _, end in parts)
+    assert len(set(parts)) == len(parts)
+    sizes = {
+        "activations": len(layer) * in_blocks * arguments.tile_rows * 256,
+        "scales": 4 * len(layer) * rows,
+        "offsets": 4 * len(layer) * rows * in_blocks,
+        "arrivals": 4 * strips,
+    }
+    at = plan.scratch_parts
+    begins = [*sorted(at.values()), plan.scratch]
+    assert set(at) == {*sizes, "partials"} and all(begin % 256 == 0 for begin in begins)
+    assert all(begins[begins.index(at[name]) + 1] - at[name] >= size for name, size in sizes.items())
+    # Shared memory: as gemm.cuh lays it out.
+    assert plan.shared <= limits.shared_memory and 2 <= arguments.stages <= 12
+    assert 24 + 2 * 8 * arguments.stages <= 256, "barriers in the words before the offsets"
+    widest = max(half_bits for half_bits, _ in kinds if any(s.half_bits == half_bits for s in layer))
+    assert arguments.weight_bytes >= 8 * (2 * 8 * 16 * widest + 32) and arguments.weight_bytes % 128 == 0
+
+
+@pytest.mark.parametrize("tile", GEMM_TILES)
+def test_every_rate_has_a_ring_of_two_units(tile: int) -> None:
+    """Or the engine could not start: on Hopper nothing else is asked before kernels are compiled."""
+    for kind in every_kind():
+        for other in (None, (16, 2)):
+            shapes = [(0, 8), (1, 8)] if other not in (None, kind) else [(0, 8)]
+            layer = _layer([kind, other] if other not in (None, kind) else [kind], shapes, 32)  # type: ignore[list-item]
+            plan = plan_gemm(layer, tile, 4096, H200)
+            arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+            assert arguments.stages >= 2 and plan.shared <= H200.shared_memory, (kind, other)
+            assert arguments.tile_rows == tile
+
+
+@given(st.integers(1, 600), st.integers(1, 240), _GPUS)
+def test_cuts_fill_the_gpu_and_are_not_modelled_slower_than_others(strips: int, depth: int, limits: GpuLimits) -> None:
+    cut = choose_cut(strips, depth, limits)
+    assert 1 <= cut.blocks <= min(limits.multiprocessors, strips * depth)
+    if cut.equal_parts:
+        assert cut.blocks % strips == 0 and depth % (cut.blocks // strips) == 0 and cut.blocks > strips
+    else:
+        assert cut.blocks == min(limits.multiprocessors, strips * depth)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_KINDS, _SHARDS, st.integers(1, 60), _GPUS)
+def test_the_number_of_tokens_does_not_enter_a_cut(
+    kinds: list[tuple[int, int]], shapes: list[tuple[int, int]], in_blocks: int, limits: GpuLimits
+) -> None:
+    """The order of sums has to be the same for every batch."""
+    found = set()
+    for rows in (1, 8, 9, 33, 64):
+        plan = plan_gemm(_layer(kinds, shapes, in_blocks), rows, 128 * in_blocks, limits)
+        told = PrefillArgs.from_buffer_copy(plan.arguments)
+        found.add((plan.grid, told.ranges, told.range_units, told.longer_ranges, told.equal_parts, told.strips))
+    assert len(found) == 1
+
+
+def test_shards_are_told_in_order() -> None:
+    layer = (
+        Shard(8, Codebook.MUL1, 1024, 384, 0, 384),
+        Shard(6, Codebook.MCG, 1024, 128, 0, 100),
+        Shard(8, Codebook.MUL1, 1024, 512, 64, 300),
+    )
+    plan = plan_gemm(layer, 20, 1000, H200)
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    told = [
+        (s.kind, s.half_bits, s.complements, s.first_strip, s.out_column, s.crop_start, s.crop_size)
+        for s in arguments.shards[:3]
+    ]
+    assert told == [(1, 8, 1, 0, 0, 0, 384), (0, 6, 0, 2, 384, 0, 100), (1, 8, 1, 3, 484, 64, 300)]
+    assert dict(plan.instance.macros) == {"INSTANCE_TOKENS": "24", "INSTANCE_KINDS": "GemmKind<6, 1>, GemmKind<8, 2>"}
+    assert [(at.suh, at.svh) for at in plan.offsets] == [(0, 0), (1024, 384), (2048, 512)]
+    assert [at.trellis for at in plan.offsets] == [0, 1024 * 384 // 4, 1024 * 384 // 4 + 1024 * 128 * 3 // 16]
+    assert (arguments.in_width, arguments.in_features, arguments.shard_count) == (1000, 1024, 3)
+
+
+_WIDE = Shard(8, 2, 2048, 512, 0, 512)
+_ONE = Shard(8, 2, 1024, 512, 0, 512)
+
+
+@pytest.mark.parametrize(
+    ("layer", "limits", "said"),
+    [
+        ((_ONE,), GpuLimits("sm_80", 108, 166912), "sm_80 has no wgmma"),
+        ((_ONE,), GpuLimits("sm_100a", 148, 232448), "sm_100a has no wgmma"),
+        ((_ONE, _WIDE), H200, r"shards of \[1024, 2048\] inputs, expected one width"),
+        (tuple(replace(_ONE, half_bits=bits) for bits in (4, 6, 8)), H200, "shards of 3 kinds, expected at most 2"),
+    ],
+)
+def test_what_is_refused_is_named(layer: tuple[Shard, ...], limits: GpuLimits, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_gemm(layer, 20, 1024, limits)
+    assert refusal(layer, limits) is not None
+    assert not any(gemm.serves(layer, rows, limits) for rows in range(1, 200)) and gemm.instances(layer, limits) == []
+
+
+def test_too_little_shared_memory_is_named() -> None:
+    with pytest.raises(ValueError, match=r"100000 bytes of shared memory hold no two units of \[\(16, 2\)\]"):
+        plan_gemm((replace(_ONE, half_bits=16),), 64, 1024, replace(H200, shared_memory=100000))
+
+
+@given(st.integers(1, 64), st.integers(1, 300), st.integers(1, MAX_SHARDS))
+def test_few_rows_have_a_cluster_each(rows: int, in_blocks: int, shards: int) -> None:
+    cut = cut_few_rows(rows, 128 * in_blocks, shards, H200)
+    if in_blocks > 4 * 8 * 8:
+        assert cut is None
+        return
+    assert cut is not None
+    transforms = next(count for count, instance in FEW.items() if instance == cut.instance)
+    assert cut.grid == (rows * cut.cluster, shards) and cut.block_rows == 1 and cut.shared == 0
+    assert cut.threads == 256 and cut.cluster in (1, 2, 4, 8)
+    warps = 8 * cut.cluster
+    assert warps * transforms >= in_blocks
+    assert cut.cluster == 1 or warps // 2 < in_blocks, "half as many blocks would give every warp a 128-block, too"
+    assert transforms == 1 or cut.cluster == 8
+    assert cut.grid[0] <= 0x7FFFFFFF and cut.grid[1] <= 65535
+
+
+def test_inputs_too_wide_for_a_cluster_are_rotated_by_another_kernel() -> None:
+    width = 128 * 257
+    plan = plan_gemm((replace(_ONE, in_features=width),), 64, width, H200)
+    assert plan.transform.instance.source == "prefill_transform.cu"
+    assert plan_gemm((_ONE,), 64, 1024, H200).transform.instance.source == "gemm_rotate.cu"
+
+
+@pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
+def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host reckons with of shared memory is what the kernel takes."""
+    lines = [
+        '#include "gemm.cuh"',
+        f"static_assert(GEMM_BLOCK_THREADS == {gemm_plan._PRODUCERS + gemm_plan._THREADS});",
+    ]
+    lines += [
+        f"static_assert(GEMM_THREADS == {gemm_plan._THREADS} && GEMM_PRODUCERS == {gemm_plan._PRODUCERS});",
+        f"static_assert(GEMM_STRIP == {gemm_plan._STRIP} && GEMM_UNIT == {gemm_plan._UNIT});",
+        f"static_assert(GEMM_BARRIER_BYTES == {gemm_plan._BARRIERS} && GEMM_ROW_PAD == {gemm_plan._ROW_PAD});",
+        f"static_assert(UNIT_ROWS == {gemm_plan._UNIT_ROWS} && MAX_SHARDS == {MAX_SHARDS});",
+        f"static_assert(GEMM_BARRIER_BYTES >= 24 + 16 * {gemm_plan._MOST_STAGES});",
+    ]
+    lines += [f"static_assert(gemm_staging_bytes<{tile}> == {gemm_plan._staging(tile)});" for tile in GEMM_TILES]
+    for half_bits, codebook in every_kind():
+        words = f"4 * GemmKind<{half_bits}, {codebook}>::Window::tile_words"
+        lines.append(f"static_assert({words} == {16 * half_bits});")
+    sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
+    monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
+    compile_instance(Instance("sizes.cu", ""), "sm_90a")
+    sources["sizes.cu"] += "\nstatic_assert(GEMM_THREADS == 513);"
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_instance(Instance("sizes.cu", ""), "sm_90a")
