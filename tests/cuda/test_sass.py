@@ -1,8 +1,8 @@
-"""What counts as a spill in a loop of products."""
+"""What counts as a loop of products, and as a spill in one."""
 
 import pytest
 
-from tests.cuda.sass import spills_in_text
+from tests.cuda.sass import loops_in_text, spills_in_text
 
 
 def _listing(*instructions: str) -> str:
@@ -28,3 +28,14 @@ def test_spills_in_loops_of_products(instructions: tuple[str, ...], spills: int)
 
 def test_no_code_is_not_taken_for_code_without_spills() -> None:
     assert spills_in_text("Fatbin elf code:\n================\n") is None
+    assert loops_in_text("Fatbin elf code:\n================\n") is None
+
+
+def test_loops_of_products_are_the_innermost() -> None:
+    """Two of them, inside one over work that has a peeled round of its own; a loop without products is none."""
+    first = ["IADD3 R1, R1, 1, RZ", "HGMMA.64x32x16.F32 R24, R72, gdesc[UR16], R24", "@P0 BRA 0x10"]
+    peeled = ["HGMMA.64x32x16.F32 R24, R72, gdesc[UR16], R24"]
+    second = ["R2UR UR4, R2", "HGMMA.64x32x16.F32 R24, R72, gdesc[UR16], R24", "@!P1 BRA 0x50"]
+    without = ["NOP", "@P2 BRA 0x80"]
+    found = loops_in_text(_listing("NOP", *first, *peeled, *second, *without, "@P3 BRA 0x0", "EXIT"))
+    assert found == [first, second]
