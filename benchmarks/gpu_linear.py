@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from gpu_linear_checks import FORMS, WIDE, Checks, check_all, shape_of
 
-from vllm_exl3.cuda import linear, prefill, runtime
+from vllm_exl3.cuda import gemm, linear, prefill, runtime
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.timing import Rotation, cublas_us, limit_us, random_trellis, replayed
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -86,6 +86,8 @@ def measure(
 def served_by(rotation: Rotation, rows: int) -> str:
     """The kernel that serves a batch size."""
     limits, shard = runtime.device(0).limits, rotation.shard
+    if gemm.serves((shard,), rows, limits):
+        return "gemm"
     if prefill.serves((shard,), rows, limits):
         return "prefill"
     return linear.choose_form((shard,), rows, limits).name

@@ -5,8 +5,9 @@ Used by ``gpu_prefill.py --cliffs``.
 
 import itertools
 
-from vllm_exl3.cuda import linear, prefill
+from vllm_exl3.cuda import gemm, linear, prefill
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.gemm_plan import plan_gemm
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, choose_tile, cut, kernel, plan_prefill
@@ -20,6 +21,10 @@ _CYCLES_A_MICROSECOND = 1500.0
 def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance]]:
     """What serves a number of tokens: its name, and its kernels."""
     layer, width = (shard,), shard.in_features
+    if gemm.serves(layer, rows, limits):
+        multiplied = plan_gemm(layer, rows, width, limits)
+        tokens = PrefillArgs.from_buffer_copy(multiplied.arguments).tile_rows
+        return f"gemm{tokens}", [multiplied.transform.instance, multiplied.instance]
     if not prefill.serves(layer, rows, limits):
         form = linear.choose_form(layer, rows, limits)
         return form.name, linear.plan(layer, min(rows, form.tile_rows), width, form, limits).instances
@@ -69,7 +74,7 @@ def cliffs(rows: list[dict[str, object]], limits: GpuLimits) -> list[str]:
 def _tile_step(width: int, height: int, rows: int, limits: GpuLimits) -> float:
     """Microseconds that the model gives one row of the tiles that serve ``rows`` tokens; 0 below the prefill kernel."""
     shard = Shard(8, Codebook.MUL1, width, height, 0, height)
-    if not prefill.serves((shard,), rows, limits):
+    if gemm.serves((shard,), rows, limits) or not prefill.serves((shard,), rows, limits):
         return 0.0
     tokens, strips = choose_tile(rows, -(-height // 256), width // 64, limits), -(-height // 256)
     used = kernel(tokens, limits)

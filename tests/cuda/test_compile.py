@@ -39,10 +39,11 @@ QUICK = ((2, 0), (3, 2), (8, 1), (8, 2), (10, 2), (7, 2), (12, 1), (16, 2))
 
 def _tolerated(instance: Instance) -> int:
     """Bytes of spills that cost nothing outside loops of products: the prefill kernels have theirs at a tile's end."""
-    return 160 if instance.entry.startswith("exl3_prefill") else 16
+    return 160 if instance.entry.startswith(("exl3_prefill", "exl3_gemm")) else 16
 
 
 def _compile(instances: list[Instance], architecture: str) -> None:
+    instances = [instance for instance in instances if instance.source != "gemm.cu"]  # test_gemm_compile.py has these
     with ThreadPoolExecutor(2) as pool:
         cubins = list(pool.map(lambda instance: compile_instance(instance, architecture), instances))
     for instance, cubin in zip(instances, cubins, strict=True):

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(c
 
 Kind = tuple[int, int]
 
-_TOLERATED = 40
-"""Bytes of spills and of stack outside loops of products: words of the walk over segments, put aside once in each."""
+_SPILLS, _STACK = 96, 40
+"""Bytes of spills, stored and loaded, and of stack outside loops of products: words of the walk over segments."""
 
 _WEIGHTS = 64 * 16 // 128
 """Of a lane, in one product."""
@@ -30,7 +30,7 @@ def _compiled(tile: int, kinds: tuple[Kind, ...]) -> Cubin:
     cubin = compile_instance(gemm_instance(tile, sorted(kinds)), "sm_90a")
     assert not cubin.serialised, (tile, kinds, cubin.serialised)
     assert cubin.registers <= (88 if len(kinds) == 1 else 96), (tile, kinds, cubin.registers)
-    assert cubin.spill_bytes <= _TOLERATED and cubin.stack_bytes <= _TOLERATED, (tile, kinds, cubin.log)
+    assert cubin.spill_bytes <= _SPILLS and cubin.stack_bytes <= _STACK, (tile, kinds, cubin.log)
     assert cubin.stack_bytes == 0 or cubin.spill_bytes, (tile, kinds, "an array in local memory", cubin.log)
     assert not cubin.spill_bytes or not spills_beside_products(cubin.image), (tile, kinds)
     return cubin
