@@ -1,5 +1,6 @@
-"""Which kernel serves how many tokens of a layer where the GEMM for up to 64 tokens is one of them."""
+"""Which kernel serves how many tokens of a layer where the GEMM for up to 128 tokens is one of them."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_exl3.cuda import dispatch, gemm, linear, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, GemmCut, plan_gemm, units
+from vllm_exl3.cuda.gemm_plan import GemmCut, plan_gemm, units
 from vllm_exl3.cuda.geometry import Form, GpuLimits
 from vllm_exl3.cuda.narrow_cut import Cut
 from vllm_exl3.cuda.survey import every_kind, typical_limits
@@ -17,7 +18,6 @@ from vllm_exl3.pack.stored import Codebook
 
 H200 = GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14)))
 MUL1, MCG = (8, int(Codebook.MUL1)), (8, int(Codebook.MCG))
-DEFAULT = (False, "exact")
 
 
 @pytest.fixture(autouse=True)
@@ -43,25 +43,30 @@ def _way(shards: tuple[Shard, ...], rows: int, form: Form | None = None, cut: Cu
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672))
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kinds", [[MUL1], [MCG], [MUL1, MCG], [(4, 2), (8, 2)]], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_larger_layers_are_served_from_fewer_tokens_on(architecture: str, kinds: list[tuple[int, int]]) -> None:
-    """From 9 on at the earliest: up to 8 the identities and the fast mode serve."""
-    amounts = [0.1 * step for step in range(3000)]
-    found = [dispatch.gemm_from(architecture, kinds, each) for each in amounts]
-    from_on = [each if each is not None else 1000 for each in found]
-    assert from_on == sorted(from_on, reverse=True)
-    assert all(8 < each <= gemm.MOST_ROWS for each in found if each is not None)
-    assert (found[-1] is not None) == (architecture == "sm_90a"), "a GPU that nobody measured, or the one that was"
-    assert found[0] is None
+def test_larger_layers_are_served_from_fewer_tokens_on(
+    architecture: str, kinds: list[tuple[int, int]], int8: bool
+) -> None:
+    """From 9 on at the earliest: up to 8 the identities and the fast mode of few tokens serve."""
+    found = [dispatch.gemm_rows(architecture, kinds, 0.1 * step, int8=int8) for step in range(3000)]
+    firsts = [rows[0] if rows else 1000 for rows in found]
+    assert firsts == sorted(firsts, reverse=True)
+    assert all(rows[0] > 8 and rows[-1] <= (128 if len(kinds) == 1 else 64) for rows in found if rows)
+    assert bool(found[-1]) == (architecture == "sm_90a"), "a GPU that nobody measured, or the one that was"
+    assert not found[0]
 
 
-@given(st.lists(st.sampled_from(every_kind()), min_size=1, max_size=2), st.floats(0, 1000))
-def test_one_shard_of_halves_makes_a_layer_one_of_halves(kinds: list[tuple[int, int]], amount: float) -> None:
+@given(st.lists(st.sampled_from(every_kind()), min_size=1, max_size=2, unique=True), st.floats(0, 1000), st.booleans())
+def test_one_shard_of_halves_makes_a_layer_one_of_halves(
+    kinds: list[tuple[int, int]], amount: float, int8: bool
+) -> None:
     mul1 = all(codebook == Codebook.MUL1 for _, codebook in kinds)
-    alike = [MUL1] if mul1 else [MCG]
-    assert dispatch.gemm_from("sm_90a", kinds, amount) == dispatch.gemm_from("sm_90a", alike, amount)
-    assert dispatch.gemm_from("sm_90a", kinds[::-1], amount) == dispatch.gemm_from("sm_90a", alike, amount)
+    alike = [MUL1, (6, 2)] if mul1 else [MCG, (6, 1)]
+    expected = dispatch.gemm_rows("sm_90a", alike[: len(kinds)], amount, int8=int8)
+    assert dispatch.gemm_rows("sm_90a", kinds, amount, int8=int8) == expected
+    assert dispatch.gemm_rows("sm_90a", kinds[::-1], amount, int8=int8) == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,13 +75,12 @@ def test_each_number_of_tokens_has_the_kernel_of_the_table(
     shape: tuple[int, int], kinds: list[tuple[int, int]]
 ) -> None:
     layer = _layer(*shape, *kinds)
-    first = dispatch.gemm_from("sm_90a", kinds, units(layer) / H200.multiprocessors) if len(kinds) <= 2 else None
+    of_the_table = dispatch.gemm_rows("sm_90a", kinds, units(layer) / H200.multiprocessors)
+    served = of_the_table if len(kinds) <= 2 else range(0)
+    assert gemm.served_rows(layer, H200, int8=False) == served
     for rows in range(1, 140):
-        if first is not None and first <= rows <= max(GEMM_TILES):
-            expected: object = gemm.gemm
-        else:
-            expected = prefill.prefill if prefill.serves(layer, rows, H200) else "launches"
-        assert _way(layer, rows) == expected, rows
+        expected: object = prefill.prefill if prefill.serves(layer, rows, H200) else "launches"
+        assert _way(layer, rows) == (gemm.gemm if rows in served else expected), rows
     assert _way(layer, 1000) is prefill.prefill
 
 
@@ -84,7 +88,7 @@ def test_what_the_table_gives_to_the_gemm_it_serves() -> None:
     """So that the tests above are about something: the large layer at 32 tokens, in both classes of codebooks."""
     for kind in (MUL1, MCG):
         assert _way(_layer(8192, 28672, kind), 32) is gemm.gemm
-        assert _way(_layer(8192, 28672, kind), 65) is not gemm.gemm
+        assert _way(_layer(8192, 28672, kind), 129) is prefill.prefill
         assert _way(_layer(8192, 28672, kind), 8) == "launches"
 
 
@@ -100,48 +104,66 @@ def test_batch_invariance_leaves_the_gemm_out(monkeypatch: pytest.MonkeyPatch, r
     layer = _layer(8192, 28672, MUL1)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert _way(layer, rows) == "launches"
-    assert gemm.instances(layer, H200) == [] and not gemm.serves(layer, rows, H200)
+    assert gemm.instances(layer, H200) == [] and gemm.choose(layer, rows, H200) is None
 
 
-def test_fast_mode_keeps_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = _layer(8192, 28672, MUL1)
-    before = {rows: _way(layer, rows) for rows in (9, 32, 64)}
+def _is_int8(way: object) -> bool:
+    return isinstance(way, functools.partial) and way.func is gemm.gemm and way.keywords == {"int8": True}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fast_mode_has_its_own_table(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+    layer, coarse = _layer(*shape, MUL1), _layer(*shape, (10, 2))
+    default = {rows: _way(layer, rows) for rows in range(1, 140)}
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
-    for rows in range(1, 9):
-        assert _way(layer, rows) == "launches" and linear.choose_form(layer, rows, H200).fast == (rows > 4)
-    for rows, way in before.items():
-        int8 = prefill_int8.serves(layer, rows, H200)
-        assert _way(layer, rows) is (prefill_int8.prefill_int8 if int8 else way)
+    served = dispatch.gemm_rows("sm_90a", [MUL1], units(layer) / H200.multiprocessors, int8=True)
+    for rows, before in default.items():
+        way = _way(layer, rows)
+        if rows <= dispatch.FAST_TOKENS:
+            assert way == "launches" and linear.choose_form(layer, rows, H200).fast == (rows > 4)
+        elif prefill_int8.serves(layer, rows, H200):
+            assert way is prefill_int8.prefill_int8
+        elif rows in served:
+            assert _is_int8(way)
+        else:
+            assert way == before
+    assert not any(_is_int8(_way(other, 32)) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert _way(layer, 32) == "launches"
 
 
 def test_fast_mode_of_few_tokens_is_asked_before_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a table says of fewer tokens than today's."""
-    monkeypatch.setattr(gemm, "serves", lambda *_: True)
+    """Whatever the default's table says of so few."""
+    monkeypatch.setattr(gemm, "served_rows", lambda *_, int8: range(0) if int8 else range(1, 129))
     layer = _layer(8192, 28672, MUL1)
     assert _way(layer, 8) is gemm.gemm
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
-    assert _way(layer, 8) == "launches"
+    assert _way(layer, 8) == "launches" and _way(layer, 9) is gemm.gemm
 
 
 def test_shards_of_different_widths_are_never_one_product() -> None:
     layer = (*_layer(4096, 14336, MUL1), *_layer(8192, 14336, MUL1))
     for rows in (9, 16, 32, 64, 200):
-        assert not gemm.serves(layer, rows, H200)
+        assert gemm.choose(layer, rows, H200) is None
         assert not prefill.serves(layer, rows, H200)
 
 
+@pytest.mark.parametrize("precision", ["default", "fast"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_serves_was_compiled_while_the_model_loaded(architecture: str, shape: tuple[int, int]) -> None:
+def test_what_serves_was_compiled_while_the_model_loaded(
+    architecture: str, shape: tuple[int, int], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXL3_PRECISION", precision)
     limits = typical_limits(architecture)
     for kinds in ([MUL1], [MCG], [MUL1, MCG], [MUL1, (5, 2)]):
-        layer = _layer(*shape, *kinds)
+        layer, served = _layer(*shape, *kinds), set()
         ready = set(gemm.instances(layer, limits))
-        for rows in range(1, 100):
-            if gemm.serves(layer, rows, limits):
-                plan = plan_gemm(layer, rows, shape[0], limits)
-                assert {plan.instance, plan.transform.instance} <= ready, (kinds, rows)
-        assert bool(ready) == any(gemm.serves(layer, rows, limits) for rows in range(1, 100))
+        for rows in range(1, 140):
+            if (chosen := gemm.choose(layer, rows, limits)) is not None:
+                plan = plan_gemm(layer, rows, shape[0], limits, int8=chosen is not gemm.gemm)
+                served |= {plan.instance, plan.transform.instance}
+        assert served <= ready and bool(served) == bool(ready)
 
 
 def test_a_cut_changes_neither_kernel() -> None:

@@ -1,4 +1,4 @@
-"""The GEMM for up to 64 tokens on the host: its byte sums, the kernel that rotates its input, and whole layers."""
+"""The GEMM for up to 128 tokens on the host: its byte sums, the kernel that rotates its input, and whole layers."""
 
 import ctypes
 import math
@@ -13,6 +13,7 @@ from vllm_exl3.cuda.gemm_plan import GemmCut, plan_gemm
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
 from vllm_exl3.cuda.prefill_plan import PrefillPlan
+from vllm_exl3.ops.int8 import linear_int8
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.codec import decode_states
@@ -85,11 +86,13 @@ class Layer:
         shards: the fused layer's.
         x: ``[M, width]``, any dtype.
         cut: how to divide the work.
-        seed: of weights.
+        int8: multiply int8.
     """
 
-    def __init__(self, shards: tuple[Shard, ...], x: torch.Tensor, cut: GemmCut | None = None, seed: int = 1) -> None:
-        rng = np.random.default_rng(seed)
+    def __init__(
+        self, shards: tuple[Shard, ...], x: torch.Tensor, cut: GemmCut | None = None, *, int8: bool = False
+    ) -> None:
+        rng = np.random.default_rng(1)
         words = sum(shard.trellis_words for shard in shards)
         self.shards, self.x = shards, x
         self.trellis = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, words, dtype=np.int16))
@@ -98,7 +101,7 @@ class Layer:
             torch.from_numpy((rng.uniform(0.5, 1.5, size) * rng.choice([-1, 1], size)).astype(np.float16))
             for size in (inputs, outputs)
         )
-        self.plan: PrefillPlan = plan_gemm.__wrapped__(shards, x.shape[0], x.shape[1], LIMITS, cut)
+        self.plan: PrefillPlan = plan_gemm.__wrapped__(shards, x.shape[0], x.shape[1], LIMITS, cut, int8=int8)
         self.arguments = PrefillArgs.from_buffer_copy(self.plan.arguments)
         self.scratch, self._words = _aligned(self.plan.scratch + 256), _aligned(2 * words)  # 256: that nobody may touch
         self._words[:] = self.trellis.numpy().view(np.uint8)
@@ -127,43 +130,55 @@ ONE = (Shard(8, 2, 768, 640, 0, 640),)
 RATES = (Shard(8, 2, 768, 256, 0, 256), Shard(5, 2, 768, 384, 20, 330))
 CODEBOOKS = (Shard(8, 2, 768, 256, 0, 256), Shard(6, 1, 768, 384, 0, 384), Shard(8, 2, 768, 128, 64, 60))
 HALVES = (Shard(4, 0, 768, 384, 0, 384),)
-LAYERS = (ONE, RATES, CODEBOOKS, HALVES)
+SMALL = (Shard(8, 2, 384, 384, 0, 384),)
+BYTES = (Shard(8, 2, 384, 256, 0, 256), Shard(5, 2, 384, 128, 20, 100))
+KINDS = {ONE: 0, RATES: 1, CODEBOOKS: 2, HALVES: 3, SMALL: 0, BYTES: 4}
+"""Of the kernels in gemm.cpp."""
 
 
 @pytest.mark.parametrize(
-    ("kinds", "rows", "cut", "dtype"),
+    ("shards", "rows", "cut", "dtype"),
     [
-        (0, 20, None, torch.float16),
-        (0, 8, GemmCut(6, True), torch.float32),  # two parts of a strip
-        (0, 60, GemmCut(18, False), torch.float32),  # six parts of a strip, more rows of them than the ring holds
-        (1, 30, GemmCut(4, False), torch.float16),  # a block has the end of one strip, and the beginning of another
-        (1, 24, GemmCut(18, True), torch.bfloat16),  # six equal parts
-        (2, 30, GemmCut(7, False), torch.float32),
-        (2, 31, GemmCut(12, True), torch.float16),
-        (3, 19, GemmCut(1, False), torch.float32),  # one block has all
+        (ONE, 20, None, torch.float16),
+        (ONE, 8, GemmCut(6, True), torch.float32),  # two parts of a strip
+        (ONE, 60, GemmCut(18, False), torch.float32),  # six parts of a strip, more rows of them than the ring holds
+        (RATES, 30, GemmCut(4, False), torch.float16),  # a block has the end of one strip, and the beginning of another
+        (RATES, 24, GemmCut(18, True), torch.bfloat16),  # six equal parts
+        (CODEBOOKS, 30, GemmCut(7, False), torch.float32),
+        (CODEBOOKS, 31, GemmCut(12, True), torch.float16),
+        (HALVES, 19, GemmCut(1, False), torch.float32),  # one block has all
+        (SMALL, 121, GemmCut(1, False), torch.float32),  # so many tokens that they are ended in two halves
+        (SMALL, 123, GemmCut(4, False), torch.float16),
+        (SMALL, 113, GemmCut(6, True), torch.float32),
+        (BYTES, 60, None, torch.float32),
+        (BYTES, 24, GemmCut(4, False), torch.float32),
+        (BYTES, 117, GemmCut(6, True), torch.float32),
     ],
 )
-def test_layers(library: HostKernels, kinds: int, rows: int, cut: GemmCut | None, dtype: torch.dtype) -> None:
-    shards, width = LAYERS[kinds], 716
+def test_layers(
+    library: HostKernels, shards: tuple[Shard, ...], rows: int, cut: GemmCut | None, dtype: torch.dtype
+) -> None:
+    int8, width = shards is BYTES, shards[0].in_features - 52
     rng = np.random.default_rng(rows)
     sizes = 2.0 ** rng.integers(-3, 4, (rows, 1))  # no two rows have the same scale
     x = torch.from_numpy(rng.standard_normal((rows, width + 8)) * sizes).to(dtype)[:, :width]
     x[rows // 2] = 0
     columns = sum(shard.crop_size for shard in shards)
     bias = torch.from_numpy(rng.standard_normal(columns)).to(dtype)
-    weights = Layer(shards, x, cut).weights
-    expected = linear_reference(x.float(), *weights, bias.float(), tuple(pack_shards(shards)))
+    weights = Layer(shards, x, cut, int8=int8).weights
+    reference = linear_int8 if int8 else linear_reference
+    expected = reference(x.float(), *weights, bias.float(), tuple(pack_shards(shards)))
     pitch = columns + 8 - columns % 8
     outs = []
     for backwards in (0, 1):
-        layer = Layer(shards, x, cut)
+        layer = Layer(shards, x, cut, int8=int8)
         arguments = layer.arguments
         out = torch.full((rows + 1, pitch), math.nan, dtype=dtype)
         arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), pitch, _TYPES[dtype]
         arguments.bias, arguments.bias_type = bias.data_ptr(), _TYPES[dtype]
-        library.rotate(ctypes.byref(arguments), 1)
+        library.rotate(ctypes.byref(arguments), 1, int8)
         plan = layer.plan
-        library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, kinds, backwards)
+        library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, KINDS[shards], backwards)
         assert (layer.scratch[plan.scratch :] == 0xFF).all()
         assert out[:rows, columns:].isnan().all() and out[rows].isnan().all()
         outs.append(out[:rows, :columns])
@@ -210,7 +225,7 @@ def test_rows_are_rotated(
     layer = Layer(shards, x)
     blocks, tile = in_features // BLOCK, layer.arguments.tile_rows
     layer.arguments.sharing = sharing
-    library.rotate(ctypes.byref(layer.arguments), transforms)
+    library.rotate(ctypes.byref(layer.arguments), transforms, 0)
     assert (layer.part("arrivals", np.uint32, 3) == 0).all()
     # [shard][unit][matrix = pair of channels, whether 8 further][token][k-tile][half]
     stored = layer.part("activations", np.float16, 2 * in_features * tile).reshape(2, 2 * blocks, 4, 2, tile, 4, 2)

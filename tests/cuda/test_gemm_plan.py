@@ -1,4 +1,4 @@
-"""The cut of a GEMM of up to 64 tokens: units covered once, memory that fits, sums whose order no batch decides."""
+"""The cut of a GEMM of up to 128 tokens: units covered once, memory that fits, sums whose order no batch decides."""
 
 import itertools
 from collections import Counter
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from vllm_exl3.cuda import compiler, gemm, gemm_plan
 from vllm_exl3.cuda.compiler import CompileError, Instance, compile_instance, compiler_unavailable
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, GemmCut, choose_cut, plan_gemm, refusal, units
-from vllm_exl3.cuda.geometry import MAX_SHARDS, GpuLimits
+from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, GemmCut, choose_cut, plan_gemm, refusal, units
+from vllm_exl3.cuda.geometry import MAX_SHARDS, Arithmetic, GpuLimits
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
-from vllm_exl3.cuda.prefill_input import FEW, cut_few_rows
+from vllm_exl3.cuda.prefill_input import FEW, MOST_FEW_IN, cut_few_rows
 from vllm_exl3.cuda.prefill_plan import PrefillPlan
 from vllm_exl3.cuda.survey import every_kind
 from vllm_exl3.ops.shards import Shard
@@ -72,10 +72,10 @@ _CUTS = st.one_of(
 
 
 @settings(max_examples=100, deadline=None)
-@given(_KINDS, _SHARDS, st.integers(1, 60), st.integers(1, 64), _GPUS, _CUTS)
-@example([(8, 2)], [(0, 32)], 32, 32, H200, None)
-@example([(16, 2), (16, 0)], [(0, 1), (1, 3)] * 4, 1, 64, H200, None)
-@example([(8, 2)], [(0, 224)], 64, 64, H200, None)
+@given(_KINDS, _SHARDS, st.integers(1, 60), st.integers(1, 128), _GPUS, _CUTS, st.booleans())
+@example([(8, 2)], [(0, 32)], 32, 32, H200, None, False)
+@example([(16, 2), (16, 0)], [(0, 1), (1, 3)] * 4, 1, 128, H200, None, False)
+@example([(8, 2)], [(0, 224)], 64, 64, H200, None, True)
 def test_every_unit_is_multiplied_once_and_has_room(
     kinds: list[tuple[int, int]],
     shapes: list[tuple[int, int]],
@@ -83,6 +83,7 @@ def test_every_unit_is_multiplied_once_and_has_room(
     rows: int,
     limits: GpuLimits,
     asked: tuple[bool, int] | None,
+    int8: bool,
 ) -> None:
     layer, cut = _layer(kinds, shapes, in_blocks), None
     strips = sum(-(-n // 2) for _, n in shapes)
@@ -93,8 +94,10 @@ def test_every_unit_is_multiplied_once_and_has_room(
             cut = GemmCut(strips * parts, True)
         else:
             cut = GemmCut(min(count, strips * in_blocks), False)
-    plan = plan_gemm(layer, rows, 128 * in_blocks, limits, cut)
+    plan = plan_gemm(layer, rows, 128 * in_blocks, limits, cut, int8=int8)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    tiles = INT8_GEMM_TILES if int8 else GEMM_TILES
+    assert arguments.tile_rows == min(tile for tile in tiles if tile >= rows)
     assert arguments.strips == strips and units(layer) == strips * in_blocks
     assert plan.grid == arguments.ranges and (cut is not None or plan.grid <= limits.multiprocessors)
     walks = _segments(arguments)
@@ -108,7 +111,7 @@ def test_every_unit_is_multiplied_once_and_has_room(
     assert all(end <= room for _, end in parts)
     assert len(set(parts)) == len(parts)
     sizes = {
-        "activations": len(layer) * in_blocks * arguments.tile_rows * 256,
+        "activations": len(layer) * in_blocks * arguments.tile_rows * (128 if int8 else 256),
         "scales": 4 * len(layer) * rows,
         "offsets": 4 * len(layer) * rows * in_blocks,
         "arrivals": 4 * strips,
@@ -124,14 +127,14 @@ def test_every_unit_is_multiplied_once_and_has_room(
     assert arguments.weight_bytes >= 8 * (2 * 8 * 16 * widest + 32) and arguments.weight_bytes % 128 == 0
 
 
-@pytest.mark.parametrize("tile", GEMM_TILES)
-def test_every_rate_has_a_ring_of_two_units(tile: int) -> None:
+@pytest.mark.parametrize(("tile", "int8"), [*((t, False) for t in GEMM_TILES), *((t, True) for t in INT8_GEMM_TILES)])
+def test_every_rate_has_a_ring_of_two_units(tile: int, int8: bool) -> None:
     """Or the engine could not start: on Hopper nothing else is asked before kernels are compiled."""
     for kind in every_kind():
         for other in (None, (16, 2)):
             shapes = [(0, 8), (1, 8)] if other not in (None, kind) else [(0, 8)]
             layer = _layer([kind, other] if other not in (None, kind) else [kind], shapes, 32)  # type: ignore[list-item]
-            plan = plan_gemm(layer, tile, 4096, H200)
+            plan = plan_gemm(layer, tile, 4096, H200, int8=int8)
             arguments = PrefillArgs.from_buffer_copy(plan.arguments)
             assert arguments.stages >= 2 and plan.shared <= H200.shared_memory, (kind, other)
             assert arguments.tile_rows == tile
@@ -154,8 +157,8 @@ def test_the_number_of_tokens_does_not_enter_a_cut(
 ) -> None:
     """The order of sums has to be the same for every batch."""
     found = set()
-    for rows in (1, 8, 9, 33, 64):
-        plan = plan_gemm(_layer(kinds, shapes, in_blocks), rows, 128 * in_blocks, limits)
+    for rows, int8 in ((1, False), (9, False), (33, True), (64, False), (97, False), (128, True)):
+        plan = plan_gemm(_layer(kinds, shapes, in_blocks), rows, 128 * in_blocks, limits, int8=int8)
         told = PrefillArgs.from_buffer_copy(plan.arguments)
         found.add((plan.grid, told.ranges, told.range_units, told.longer_ranges, told.equal_parts, told.strips))
     assert len(found) == 1
@@ -174,7 +177,10 @@ def test_shards_are_told_in_order() -> None:
         for s in arguments.shards[:3]
     ]
     assert told == [(1, 8, 1, 0, 0, 0, 384), (0, 6, 0, 2, 384, 0, 100), (1, 8, 1, 3, 484, 64, 300)]
-    assert dict(plan.instance.macros) == {"INSTANCE_TOKENS": "24", "INSTANCE_KINDS": "GemmKind<6, 1>, GemmKind<8, 2>"}
+    assert dict(plan.instance.macros) == {
+        "INSTANCE_TOKENS": "24",
+        "INSTANCE_KINDS": "GemmKind<6, 1, 2>, GemmKind<8, 2, 2>",
+    }
     assert [(at.suh, at.svh) for at in plan.offsets] == [(0, 0), (1024, 384), (2048, 512)]
     assert [at.trellis for at in plan.offsets] == [0, 1024 * 384 // 4, 1024 * 384 // 4 + 1024 * 128 * 3 // 16]
     assert (arguments.in_width, arguments.in_features, arguments.shard_count) == (1000, 1024, 3)
@@ -196,8 +202,27 @@ _ONE = Shard(8, 2, 1024, 512, 0, 512)
 def test_what_is_refused_is_named(layer: tuple[Shard, ...], limits: GpuLimits, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan_gemm(layer, 20, 1024, limits)
-    assert refusal(layer, limits) is not None
-    assert not any(gemm.serves(layer, rows, limits) for rows in range(1, 200)) and gemm.instances(layer, limits) == []
+    for int8 in (False, True):
+        assert refusal(layer, limits, int8=int8) is not None
+        assert not gemm.served_rows(layer, limits, int8=int8)
+    assert gemm.instances(layer, limits) == []
+
+
+def test_rows_too_wide_to_be_rounded_are_refused() -> None:
+    """A row that no cluster holds; with fp16 another kernel rotates it."""
+    for width in (MOST_FEW_IN, MOST_FEW_IN + 128):
+        layer = (replace(_ONE, in_features=width),)
+        assert refusal(layer, H200) is None
+        assert (refusal(layer, H200, int8=True) is None) == (width == MOST_FEW_IN)
+    with pytest.raises(ValueError, match="32896 inputs, expected at most 32768 where they are rounded to int8"):
+        plan_gemm(layer, 20, width, H200, int8=True)
+
+
+def test_int8_says_so_to_the_kernels() -> None:
+    plan = plan_gemm((_ONE,), 20, 1024, H200, int8=True)
+    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
+    assert dict(plan.instance.macros) == {"INSTANCE_TOKENS": "24", "INSTANCE_KINDS": "GemmKind<8, 2, 3>"}
+    assert plan.transform.instance == FEW[1, True] and arguments.shards[0].complements == 0
 
 
 def test_too_little_shared_memory_is_named() -> None:
@@ -205,14 +230,15 @@ def test_too_little_shared_memory_is_named() -> None:
         plan_gemm((replace(_ONE, half_bits=16),), 64, 1024, replace(H200, shared_memory=100000))
 
 
-@given(st.integers(1, 64), st.integers(1, 300), st.integers(1, MAX_SHARDS))
-def test_few_rows_have_a_cluster_each(rows: int, in_blocks: int, shards: int) -> None:
-    cut = cut_few_rows(rows, 128 * in_blocks, shards, H200)
-    if in_blocks > 4 * 8 * 8:
+@given(st.integers(1, 128), st.integers(1, 300), st.integers(1, MAX_SHARDS), st.booleans())
+def test_few_rows_have_a_cluster_each(rows: int, in_blocks: int, shards: int, int8: bool) -> None:
+    cut = cut_few_rows(rows, 128 * in_blocks, shards, int8=int8)
+    if in_blocks > MOST_FEW_IN // 128:
         assert cut is None
         return
     assert cut is not None
-    transforms = next(count for count, instance in FEW.items() if instance == cut.instance)
+    ((transforms, rounds),) = (key for key, instance in FEW.items() if instance == cut.instance)
+    assert rounds == int8
     assert cut.grid == (rows * cut.cluster, shards) and cut.block_rows == 1 and cut.shared == 0
     assert cut.threads == 256 and cut.cluster in (1, 2, 4, 8)
     warps = 8 * cut.cluster
@@ -223,7 +249,7 @@ def test_few_rows_have_a_cluster_each(rows: int, in_blocks: int, shards: int) ->
 
 
 def test_inputs_too_wide_for_a_cluster_are_rotated_by_another_kernel() -> None:
-    width = 128 * 257
+    width = MOST_FEW_IN + 128
     plan = plan_gemm((replace(_ONE, in_features=width),), 64, width, H200)
     assert plan.transform.instance.source == "prefill_transform.cu"
     assert plan_gemm((_ONE,), 64, 1024, H200).transform.instance.source == "gemm_rotate.cu"
@@ -243,9 +269,12 @@ def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         f"static_assert(UNIT_ROWS == {gemm_plan._UNIT_ROWS} && MAX_SHARDS == {MAX_SHARDS});",
         f"static_assert(GEMM_BARRIER_BYTES >= 24 + 16 * {gemm_plan._MOST_STAGES});",
     ]
-    lines += [f"static_assert(gemm_staging_bytes<{tile}> == {gemm_plan._staging(tile)});" for tile in GEMM_TILES]
+    for tile in {*GEMM_TILES, *INT8_GEMM_TILES}:
+        lines.append(f"static_assert(gemm_staging_bytes<{tile}> == {gemm_plan._staging(tile)});")
+    for arithmetic, size in ((Arithmetic.HALF, 256), (Arithmetic.BYTE, 128)):
+        lines.append(f"static_assert(token_bytes<GemmKind<8, 2, {int(arithmetic)}>> == {size});")
     for half_bits, codebook in every_kind():
-        words = f"4 * GemmKind<{half_bits}, {codebook}>::Window::tile_words"
+        words = f"4 * GemmKind<{half_bits}, {codebook}, 2>::Window::tile_words"
         lines.append(f"static_assert({words} == {16 * half_bits});")
     sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)

@@ -96,7 +96,9 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
             for shards in (small, large):
                 found += plan(shards, form.tile_rows, shards[0].in_features, form, limits).instances
         if multiplied := gemm.instances(large, limits):
-            found += [*multiplied, *FEW.values()]  # which of these rotates depends on the input's width
+            rounded = {int8 for (_, int8), instance in FEW.items() if instance in multiplied}
+            # Which of them rotates depends on the input's width.
+            found += [*multiplied, *(instance for (_, int8), instance in FEW.items() if int8 in rounded)]
         found += prefill.instances(small, limits)
         found += prefill_int8.instances(small, limits)
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-// The GEMM for up to 64 tokens and the kernel that rotates its input on the host, behind functions for ctypes. The blocks of a
+// The GEMM for up to 128 tokens and the kernel that rotates its input on the host, behind functions for ctypes. The blocks of a
 // cluster of gemm_rotate.cu are one block of the emulator, each with shared variables of its own.
 #include "ptx.h"
 #include "barrier.cuh"
@@ -20,6 +20,7 @@ inline void ptx_dp4a_u32_s32(u32& d, u32 a, u32 b, u32 c) {
     d = c;
     for (int i = 0; i < 32; i += 8) d += u32(int(a >> i & 255) * int(int8_t(b >> i & 255)));
 }
+inline void ptx_cvt_rni_sat_s8_f32(int& value, float from) { value = int(std::min(127.0f, std::max(-128.0f, std::nearbyint(from)))); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
 // As the device's wgmma.cuh makes it.
@@ -29,17 +30,19 @@ inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (addres
 #include "gemm.cuh"
 #include "rotation.cuh"
 
-using OneKind = GemmKinds<GemmKind<8, MUL1>>;
-using TwoRates = GemmKinds<GemmKind<5, MUL1>, GemmKind<8, MUL1>>;
-using TwoCodebooks = GemmKinds<GemmKind<6, MCG>, GemmKind<8, MUL1>>;
-using Halves = GemmKinds<GemmKind<4, INST3>>;
+using OneKind = GemmKinds<GemmKind<8, MUL1, HALF>>;
+using TwoRates = GemmKinds<GemmKind<5, MUL1, HALF>, GemmKind<8, MUL1, HALF>>;
+using TwoCodebooks = GemmKinds<GemmKind<6, MCG, HALF>, GemmKind<8, MUL1, HALF>>;
+using Halves = GemmKinds<GemmKind<4, INST3, HALF>>;
+using Bytes = GemmKinds<GemmKind<5, MUL1, BYTE>, GemmKind<8, MUL1, BYTE>>;
 
 template <int TOKENS>
 void multiply_kinds(const PrefillArgs& args, int kinds) {
     if (kinds == 0) gemm<TOKENS, OneKind>(args);
     else if (kinds == 1) gemm<TOKENS, TwoRates>(args);
     else if (kinds == 2) gemm<TOKENS, TwoCodebooks>(args);
-    else gemm<TOKENS, Halves>(args);
+    else if (kinds == 3) gemm<TOKENS, Halves>(args);
+    else if constexpr (TOKENS != 8) gemm<TOKENS, Bytes>(args);
 }
 // `kinds`: which of the lists above the layer has. Blocks run one after the other, the last one first where `backwards`.
 extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 shared, int kinds, int backwards) {
@@ -48,6 +51,7 @@ extern "C" void multiply(const PrefillArgs* args, u32 grid, u32 threads, u32 sha
         else if (args->tile_rows == 24) multiply_kinds<24>(*args, kinds);
         else if (args->tile_rows == 32) multiply_kinds<32>(*args, kinds);
         else if (args->tile_rows == 64) multiply_kinds<64>(*args, kinds);
+        else if (args->tile_rows == 128) multiply_kinds<128>(*args, kinds);
         else stop("a tile that was not compiled for the host");
     };
     threads_a_block = threads, blocks_x = grid, blocks_y = 1, shared_limit = shared, block_y = 0;
@@ -111,20 +115,35 @@ inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx_
 #define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
 #define shared_of address_in
 
-namespace one {
 #define INSTANCE_TRANSFORMS 1
+#define INSTANCE_BYTES 0
+namespace one {
 #define exl3_gemm_rotate rotate_one
 #include "gemm_rotate.cu"
 }
-#undef INSTANCE_TRANSFORMS
 #undef exl3_gemm_rotate
-namespace four {
+#undef INSTANCE_BYTES
+#define INSTANCE_BYTES 1
+namespace bytes {
+#define exl3_gemm_rotate rotate_bytes
+#include "gemm_rotate.cu"
+}
+#undef exl3_gemm_rotate
+#undef INSTANCE_BYTES
+#undef INSTANCE_TRANSFORMS
 #define INSTANCE_TRANSFORMS 4
+#define INSTANCE_BYTES 0
+namespace four {
 #define exl3_gemm_rotate rotate_four
 #include "gemm_rotate.cu"
 }
 
-extern "C" void rotate(const PrefillArgs* args, u32 transforms) {
+// With one 128-block a warp, or four, or one that is rounded to int8.
+extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes) {
     sharing = args->sharing;
-    launch(args->rows, args->shard_count, 256 * sharing, SHARED_BYTES, [=] { transforms == 1 ? one::rotate_one(*args) : four::rotate_four(*args); });
+    launch(args->rows, args->shard_count, 256 * sharing, SHARED_BYTES, [=] {
+        if (to_bytes) bytes::rotate_bytes(*args);
+        else if (transforms == 1) one::rotate_one(*args);
+        else four::rotate_four(*args);
+    });
 }
