@@ -1,4 +1,4 @@
-"""The GPU linear for 8 to 64 tokens: is its GEMM right, how fast is it, and what does dispatch pick.
+"""The GPU linear for 8 to 128 tokens: is its GEMM right, how fast is it, and what does dispatch pick.
 
     python benchmarks/gpu_gemm.py --check               against float64
     python benchmarks/gpu_gemm.py --time --out FILE     the GEMM, what dispatch picks, and cuBLAS bf16, in turns
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop timing after this long")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--shapes", type=shape_of, nargs="*", default=[*SHAPES, (4096, 6144), (4096, 28672)])
-    parser.add_argument("--rows", type=int, nargs="*", default=[8, 16, 24, 32, 40, 48, 56, 64])
+    parser.add_argument("--rows", type=int, nargs="*", default=[8, 16, 24, 32, 40, 48, 56, 64, 96, 128])
     parser.add_argument("--bits", type=float, nargs="*", default=[4, 2, 3, 6], help="K of mul1")
     parser.add_argument("--codebooks", type=int, nargs="*", default=[1, 0], help="besides mul1")
     parser.add_argument("--other-bits", type=float, nargs="*", default=[4], help="K of the other codebooks")

@@ -1,4 +1,6 @@
-"""The GEMM for up to 64 tokens against float64: kinds, tiles, cuts of k, fused layers, dtypes, spikes, batches, graphs.
+"""The GEMM for up to 128 tokens against float64: kinds, tiles, cuts of k, fused layers, spikes, batches, graphs.
+
+With int8 it is held against the same arithmetic in PyTorch.
 
 Used by ``gpu_gemm.py --check`` and by the tests in ``tests/gpu``. Scratch and outputs are poisoned before every launch,
 and lie between words that nothing may touch.
@@ -11,13 +13,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from gpu_linear_checks import KINDS, Checks, exact, sample_of_kinds
 
-from vllm_exl3.cuda import dequantize, gemm, linear, runtime
+from vllm_exl3.cuda import gemm, linear, runtime
 from vllm_exl3.cuda.binding import bind
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, GemmCut, gemm_instance, plan_gemm
+from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, GemmCut, gemm_instance, plan_gemm
 from vllm_exl3.cuda.geometry import round_up
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
 from vllm_exl3.cuda.prefill_input import FEW, TRANSFORM
 from vllm_exl3.cuda.timing import random_weights
+from vllm_exl3.ops.int8 import MOST_HALF_BITS, linear_int8
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
 
@@ -34,6 +37,15 @@ CODEBOOKS = (
     Shard(6, Codebook.MCG, 2176, 640, 100, 500),
     Shard(5, Codebook.MUL1, 2176, 128, 0, 100),
 )
+BYTES = (
+    Shard(8, Codebook.MUL1, 2176, 384, 0, 384),
+    Shard(5, Codebook.MUL1, 2176, 640, 100, 500),
+    Shard(8, Codebook.MUL1, 2176, 128, 0, 100),
+)
+BYTE_KINDS = tuple(kind for kind in KINDS if kind[1] == Codebook.MUL1 and kind[0] <= MOST_HALF_BITS)
+
+CUTS = (None, GemmCut(32, False), GemmCut(5, False), GemmCut(8, True), GemmCut(32, True))
+"""Of four strips of eight units."""
 
 LIMITS = {torch.float16: 6e-4, torch.bfloat16: 3e-3, torch.float32: 5e-4}
 """Of the relative error, by the output's dtype."""
@@ -52,6 +64,7 @@ def run(
     cut: GemmCut | None = None,
     *,
     shift: int = 0,
+    int8: bool = False,
 ) -> torch.Tensor:
     """The kernels between guards, which are checked.
 
@@ -64,9 +77,10 @@ def run(
         shards: the layer's.
         cut: how to divide the work.
         shift: elements that the output's rows lie beside whole vectors.
+        int8: multiply int8.
     """
     device, layout = runtime.device(torch.cuda.current_device()), tuple(shards)
-    plan = plan_gemm(layout, x.shape[0], x.shape[1], device.limits, cut)
+    plan = plan_gemm(layout, x.shape[0], x.shape[1], device.limits, cut, int8=int8)
     columns = sum(shard.crop_size for shard in layout)
     pitch = round_up(columns, 8) + 2 * _GUARD + shift
     around = torch.full((x.shape[0] + 2, pitch), math.nan, dtype=x.dtype, device=x.device)
@@ -92,15 +106,11 @@ def run(
     return found
 
 
-def prepare(kinds: Iterable[Sequence[tuple[int, int]]], tiles: Iterable[int] = GEMM_TILES) -> None:
-    """Compile, in parallel, the kernels of layers of these kinds, and what decodes their weights."""
-    device = runtime.device(torch.cuda.current_device())
-    layers, wanted = [sorted(set(layer)) for layer in kinds], [TRANSFORM, *FEW.values()]
-    wanted += [gemm_instance(tokens, layer) for tokens in tiles for layer in layers]
-    for half_bits, codebook in {kind for layer in layers for kind in layer}:
-        wanted.append(dequantize.dequantize_instance(Shard(half_bits, codebook, 256, 256, 0, 256)))
+def prepare(kinds: Iterable[Sequence[tuple[int, int]]], tiles: Iterable[int], *, int8: bool = False) -> None:
+    """Compile, in parallel, the kernels of layers of these kinds."""
+    wanted = [gemm_instance(tokens, sorted(set(layer)), int8=int8) for tokens in tiles for layer in kinds]
     started = time.perf_counter()
-    device.prepare(wanted)
+    runtime.device(torch.cuda.current_device()).prepare([*wanted, TRANSFORM, *FEW.values()])
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -109,84 +119,117 @@ def kinds_of(shards: Iterable[Shard]) -> list[tuple[int, int]]:
     return [(shard.half_bits, shard.codebook) for shard in shards]
 
 
-def _tiles(index: int, every: int) -> tuple[int, ...]:
-    """Tiles that take turns among kinds: every kind has some, every tile some kinds."""
-    return tuple(tokens for tile, tokens in enumerate(GEMM_TILES) if (tile + index) % every == 0)
+def _tiles(index: int, every: int, int8: bool = False) -> tuple[int, ...]:
+    """Tiles of a kind, every n-th of them; kinds take turns."""
+    tiles = INT8_GEMM_TILES if int8 else GEMM_TILES
+    return tuple(tokens for tile, tokens in enumerate(tiles) if (tile + index) % every == 0)
 
 
 def prepare_sample(seed: int) -> None:
     """All kernels that the checks of a sample of kinds use, at once."""
-    device = runtime.device(torch.cuda.current_device())
-    wanted = [gemm_instance(t, [kind]) for i, kind in enumerate(sample_of_kinds(seed)) for t in _tiles(i, 4)]
+    wanted = [gemm_instance(t, [kind]) for i, kind in enumerate(sample_of_kinds(seed), seed) for t in _tiles(i, 12)]
     wanted += [gemm_instance(tokens, [ONE]) for tokens in GEMM_TILES]
     wanted += [
-        gemm_instance(tokens, sorted(set(kinds_of(layer)))) for tokens in (8, 32, 64) for layer in (RATES, CODEBOOKS)
+        gemm_instance(t, [kind], int8=True) for i, kind in enumerate(BYTE_KINDS, seed) for t in _tiles(i, 7, True)
     ]
-    device.prepare([*wanted, TRANSFORM, *FEW.values()])
+    wanted += [gemm_instance(tokens, [ONE], int8=True) for tokens in (16, 64, 128)]
+    for layer, int8 in ((RATES, False), (CODEBOOKS, False), (BYTES, True)):
+        wanted += [gemm_instance(tokens, sorted(set(kinds_of(layer))), int8=int8) for tokens in (32, 64)]
+    runtime.device(torch.cuda.current_device()).prepare([*wanted, TRANSFORM, *FEW.values()])
 
 
 def check_kinds(checks: Checks, seed: int) -> None:
-    """`check_every_kind` of a sample, of which every tile has some."""
-    check_every_kind(checks, seed, sample_of_kinds(seed), every=4)
+    """`check_every_kind` of a sample, with a tile each."""
+    check_every_kind(checks, seed, sample_of_kinds(seed), every=12)
 
 
 def check_every_kind(checks: Checks, seed: int, kinds: Sequence[tuple[int, Codebook]] = KINDS, every: int = 1) -> None:
     """Every K and codebook on an odd number of Hadamard blocks; numbers of tokens at and between tiles; cuts of k."""
     if every == 1:
-        prepare([[kind] for kind in kinds])
+        prepare([[kind] for kind in kinds], GEMM_TILES)
     for index, (half_bits, codebook) in enumerate(kinds):
         shard = Shard(half_bits, codebook, 1024, 896, 0, 896)  # 4 strips of 8 units
         tensors = random_weights(shard, seed + index)
-        x = torch.randn(64, 1024, device="cuda")
+        x = torch.randn(128, 1024, device="cuda")
         expected = exact(x, shard, *tensors)
-        for tokens in _tiles(index, every):
+        for tokens in _tiles(seed + index, every):
             for rows in (tokens, tokens - 3, tokens - 7):
-                for cut in (None, GemmCut(32, False), GemmCut(5, False), GemmCut(8, True), GemmCut(32, True)):
+                for cut in CUTS:
                     name = f"K={half_bits / 2} {Codebook(codebook).label} M={rows} {cut}"
                     found = run(checks, name, x[:rows], tensors, None, (shard,), cut)
                     checks.compare(name, f"gemm{tokens}", found, expected[:rows], LIMITS[torch.float32])
 
 
+def check_int8_kinds(checks: Checks, seed: int) -> None:
+    """`check_every_kind_of_int8` with a tile each."""
+    check_every_kind_of_int8(checks, seed, every=7)
+
+
+def check_every_kind_of_int8(checks: Checks, seed: int, every: int = 1) -> None:
+    """Products of int8: every K, numbers of tokens at and between tiles, cuts of k; sums of a part are exact."""
+    if every == 1:
+        prepare([[kind] for kind in BYTE_KINDS], INT8_GEMM_TILES, int8=True)
+    for index, kind in enumerate(BYTE_KINDS):
+        shard = Shard(*kind, 1024, 896, 0, 896)
+        tensors = random_weights(shard, seed + index)
+        x = torch.randn(128, 1000, device="cuda")
+        expected = linear_int8(x, *tensors, None, tuple(pack_shards([shard])))
+        for tokens in _tiles(seed + index, every, True):
+            for rows in (tokens, tokens - 3, tokens - 7):
+                for cut in CUTS:
+                    name = f"int8 K={kind[0] / 2} M={rows} {cut}"
+                    found = run(checks, name, x[:rows], tensors, None, (shard,), cut, int8=True)
+                    checks.compare(name, f"int8 {tokens}", found, expected[:rows].double(), LIMITS[torch.float32])
+
+
 def check_cuts(checks: Checks, seed: int) -> None:
     """Two to 32 equal parts of a strip, few and many ranges of the list; a row's bits alone, twice, in every batch."""
-    prepare([[ONE]])
+    prepare([[ONE]], GEMM_TILES)
+    prepare([[ONE]], (16, 64, 128), int8=True)
     shard = Shard(*ONE, 8192, 1024, 0, 1024)  # 4 strips of 64 units
     tensors = random_weights(shard, seed)
-    x = torch.randn(64, 8192, device="cuda")
-    expected = exact(x, shard, *tensors)
+    x = torch.randn(128, 8192, device="cuda")
+    exactly, rounded = exact(x, shard, *tensors), linear_int8(x, *tensors, None, tuple(pack_shards([shard]))).double()
     equal = [GemmCut(4 * parts, True) for parts in (2, 4, 8, 16, 32)]
     lists = [GemmCut(blocks, False) for blocks in (1, 3, 5, 77, 131, 132)]
     for cut in (None, *equal, *lists):
-        whole = run(checks, f"M=64 {cut}", x, tensors, None, (shard,), cut)
-        checks.compare(f"M=64 {cut}", "cuts", whole, expected, LIMITS[torch.float32])
-        checks.same(f"M=64 {cut} twice", run(checks, f"M=64 {cut}", x, tensors, None, (shard,), cut), whole)
-        for rows in (1, 2, 9, 17, 31, 33, 41, 57):
-            found = run(checks, f"M={rows} {cut}", x[:rows], tensors, None, (shard,), cut)
-            checks.same(f"M={rows} {cut}", found, whole[:rows])
-        alone = run(checks, f"row 63 {cut}", x[63:], tensors, None, (shard,), cut)
-        checks.same(f"row 63 {cut}", alone, whole[63:])
+        for int8, expected, batches in (
+            (False, exactly, (1, 2, 9, 17, 31, 33, 41, 57, 64, 70, 90, 100)),
+            (True, rounded, (1, 16, 50, 64)),
+        ):
+            name = f"int8={int8} {cut}"
+            whole = run(checks, name, x, tensors, None, (shard,), cut, int8=int8)
+            checks.compare(name, f"cuts int8={int8}", whole, expected, LIMITS[torch.float32])
+            checks.same(f"{name} twice", run(checks, name, x, tensors, None, (shard,), cut, int8=int8), whole)
+            for rows in batches:
+                found = run(checks, f"{name} M={rows}", x[:rows], tensors, None, (shard,), cut, int8=int8)
+                checks.same(f"{name} M={rows}", found, whole[:rows])
+            alone = run(checks, f"{name} last row", x[127:], tensors, None, (shard,), cut, int8=int8)
+            checks.same(f"{name} last row", alone, whole[127:])
 
 
 def check_batches(checks: Checks, seed: int) -> None:
     """The same bits for a row alone and in every batch, in layers with each kind of cut."""
-    prepare([[ONE]])
+    prepare([[ONE]], GEMM_TILES)
     for shape in ((4096, 4096), (4096, 14336), (3968, 1152)):
         shard = Shard(*ONE, *shape, 0, shape[1])
         tensors = random_weights(shard, seed)
-        x = torch.randn(64, shape[0], device="cuda").half()
+        x = torch.randn(128, shape[0], device="cuda").half()
         whole = run(checks, f"{shape}", x, tensors, None, (shard,))
         checks.compare(f"{shape}", "batches", whole, exact(x, shard, *tensors), LIMITS[torch.float16])
-        for rows in range(1, 64):
+        for rows in (*range(1, 65), *range(65, 128, 5)):
             checks.same(f"{shape} M={rows}", run(checks, f"{shape}", x[:rows], tensors, None, (shard,)), whole[:rows])
-        for row in (1, 7, 40, 63):
+        for row in (1, 7, 40, 127):
             found = run(checks, f"{shape} row {row}", x[row : row + 1], tensors, None, (shard,))
             checks.same(f"{shape} row {row}", found, whole[row : row + 1])
 
 
 def check_layers(checks: Checks, seed: int) -> None:
     """Fused layers of two rates or codebooks: crops, bias, dtypes, inputs that are narrow, strided or unaligned."""
-    prepare([kinds_of(RATES), kinds_of(CODEBOOKS)], (8, 32, 64))
-    for label, layer in (("rates", RATES), ("codebooks", CODEBOOKS)):
+    prepare([kinds_of(RATES), kinds_of(CODEBOOKS)], (32, 64))
+    prepare([kinds_of(BYTES)], (32, 64), int8=True)
+    for label, layer in (("rates", RATES), ("codebooks", CODEBOOKS), ("int8", BYTES)):
+        int8 = layer is BYTES
         parts = [random_weights(shard, seed + index) for index, shard in enumerate(layer)]
         tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
         strips = sum(-(-shard.out_features // 256) for shard in layer)
@@ -195,19 +238,23 @@ def check_layers(checks: Checks, seed: int) -> None:
             bias = torch.randn(sum(shard.crop_size for shard in layer), device="cuda").to(dtype)
             for first, width, shift in ((0, 2100, 0), (0, 2176, 3), (1, 2099, 1), (4, 2050, 0)):
                 x = wide[:, first : first + width]
-                each = [exact(x, shard, *part) for shard, part in zip(layer, parts, strict=True)]
-                expected = torch.cat(each, dim=1)
+                if int8:
+                    expected = linear_int8(x.float(), *tensors, None, tuple(pack_shards(layer))).double()
+                else:
+                    each = [exact(x, shard, *part) for shard, part in zip(layer, parts, strict=True)]
+                    expected = torch.cat(each, dim=1)
                 for cut in (None, GemmCut(20, False), GemmCut(17 * strips, True)):
-                    for rows, added in ((5, bias), (32, None), (60, bias)):
+                    for rows, added in ((25, bias), (32, None), (60, bias)):
                         name = f"{label} {dtype} from {first} of {width} M={rows} {cut}"
-                        found = run(checks, name, x[:rows], tensors, added, layer, cut, shift=shift)
+                        found = run(checks, name, x[:rows], tensors, added, layer, cut, shift=shift, int8=int8)
                         plus = expected[:rows] if added is None else expected[:rows] + added
                         checks.compare(name, f"{label} {dtype}", found, plus, limit)
 
 
 def check_magnitudes(checks: Checks, seed: int) -> None:
     """Rows of any magnitude, with outliers; rows of zeros, and NaNs and infinities, which stay in their row."""
-    prepare([[ONE]], (16, 64))
+    prepare([[ONE]], (16, 40, 64, 128))
+    prepare([[ONE]], (16, 64, 128), int8=True)
     shard = Shard(*ONE, 14336, 512, 0, 512)
     tensors = random_weights(shard, seed)
     for magnitude in (1e-20, 1e-3, 1.0, 1e4, 1e20):
@@ -218,16 +265,17 @@ def check_magnitudes(checks: Checks, seed: int) -> None:
             found = run(checks, f"{magnitude}", x[:rows], tensors, None, (shard,))
             name = f"{magnitude} M={rows} row {row}"
             checks.compare(name, "magnitude", found[row], expected[row], 7e-4)
-    x = torch.randn(60, 14336, device="cuda")
+    x = torch.randn(120, 14336, device="cuda")
     x[1], x[2, 5], x[3, 14335] = 0, math.nan, math.inf
     for cut in (None, GemmCut(4, False), GemmCut(16, True)):
-        for rows in (16, 60):
-            found = run(checks, f"zeros {cut}", x[:rows], tensors, None, (shard,), cut)
+        for rows, int8 in ((16, False), (60, False), (120, False), (16, True), (120, True)):
+            name = f"zeros {cut} M={rows} int8={int8}"
+            found = run(checks, name, x[:rows], tensors, None, (shard,), cut, int8=int8)
             checks.done += 1
             if not (found[1] == 0).all() or not found[2].isnan().all() or found[3].isfinite().any():
-                checks.failed.append(f"{cut} M={rows}: rows of zeros, NaN or infinity came out wrong")
+                checks.failed.append(f"{name}: rows of zeros, NaN or infinity came out wrong")
             if not found[[0, *range(4, rows)]].isfinite().all():
-                checks.failed.append(f"{cut} M={rows}: a row of NaN or infinity spoiled others")
+                checks.failed.append(f"{name}: a row of NaN or infinity spoiled others")
 
 
 def _spikes(width: int, suh: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -265,20 +313,20 @@ def check_spikes(checks: Checks, seed: int) -> None:
 
 def check_served(checks: Checks, seed: int) -> None:
     """Layers as they are served, eagerly and in a replayed graph: what dispatch picks, and the kernel itself."""
-    prepare([[ONE]])
+    prepare([[ONE]], GEMM_TILES)
     limits = runtime.device(torch.cuda.current_device()).limits
     for shape in ((4096, 14336), (4096, 28672)):
         shard = Shard(*ONE, *shape, 0, shape[1])
         tensors, layout = random_weights(shard, seed), pack_shards([shard])
         linear.prepare([(tuple(layout), shape[0])], torch.device("cuda", torch.cuda.current_device()))
-        x = torch.randn(64, shape[0], device="cuda").half()
+        x = torch.randn(112, shape[0], device="cuda").half()
         expected = exact(x, shard, *tensors)
-        for rows in (9, 16, 24, 33, 64):
+        for rows in (9, 16, 24, 33, 64, 112):
             served = linear.linear(x[:rows], *tensors, None, layout)
             checks.compare(f"served {shape} M={rows}", "served", served, expected[:rows], LIMITS[torch.float16])
             eager = run(checks, f"{shape} M={rows}", x[:rows], tensors, None, (shard,))
             checks.compare(f"{shape} M={rows}", "large", eager, expected[:rows], LIMITS[torch.float16])
-            if gemm.serves((shard,), rows, limits):
+            if gemm.choose((shard,), rows, limits) is gemm.gemm:
                 checks.same(f"served {shape} M={rows}", served, eager)
             captured, graph = torch.empty_like(eager), torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
@@ -294,6 +342,7 @@ def check_served(checks: Checks, seed: int) -> None:
 
 CHECKS = (
     check_every_kind,
+    check_every_kind_of_int8,
     check_cuts,
     check_batches,
     check_layers,

@@ -86,7 +86,7 @@ def measure(
 def served_by(rotation: Rotation, rows: int) -> str:
     """The kernel that serves a batch size."""
     limits, shard = runtime.device(0).limits, rotation.shard
-    if gemm.serves((shard,), rows, limits):
+    if gemm.choose((shard,), rows, limits) is not None:
         return "gemm"
     if prefill.serves((shard,), rows, limits):
         return "prefill"

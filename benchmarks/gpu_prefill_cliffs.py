@@ -21,8 +21,8 @@ _CYCLES_A_MICROSECOND = 1500.0
 def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance]]:
     """What serves a number of tokens: its name, and its kernels."""
     layer, width = (shard,), shard.in_features
-    if gemm.serves(layer, rows, limits):
-        multiplied = plan_gemm(layer, rows, width, limits)
+    if (chosen := gemm.choose(layer, rows, limits)) is not None:
+        multiplied = plan_gemm(layer, rows, width, limits, int8=chosen is not gemm.gemm)
         tokens = PrefillArgs.from_buffer_copy(multiplied.arguments).tile_rows
         return f"gemm{tokens}", [multiplied.transform.instance, multiplied.instance]
     if not prefill.serves(layer, rows, limits):
@@ -74,7 +74,7 @@ def cliffs(rows: list[dict[str, object]], limits: GpuLimits) -> list[str]:
 def _tile_step(width: int, height: int, rows: int, limits: GpuLimits) -> float:
     """Microseconds that the model gives one row of the tiles that serve ``rows`` tokens; 0 below the prefill kernel."""
     shard = Shard(8, Codebook.MUL1, width, height, 0, height)
-    if gemm.serves((shard,), rows, limits) or not prefill.serves((shard,), rows, limits):
+    if gemm.choose((shard,), rows, limits) is not None or not prefill.serves((shard,), rows, limits):
         return 0.0
     tokens, strips = choose_tile(rows, -(-height // 256), width // 64, limits), -(-height // 256)
     used = kernel(tokens, limits)

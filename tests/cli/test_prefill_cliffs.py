@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from gpu_prefill_cliffs import _tile_step, cliffs, counts_around, used
 
 from vllm_exl3.cuda import gemm, linear, prefill
+from vllm_exl3.cuda.gemm_plan import GEMM_TILES
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.narrow import MANY
 from vllm_exl3.ops.shards import Shard
@@ -51,8 +52,8 @@ def test_every_number_of_tokens_is_named_for_the_kernel_that_serves_it(shape: tu
     shard = Shard(8, Codebook.MUL1, *shape, 0, shape[1])
     for rows in (1, 4, 5, 16, 17, 24, 32, 33, 64):
         name, kernels = used(shard, rows, H200)
-        if gemm.serves((shard,), rows, H200):
-            assert name == f"gemm{8 * -(-rows // 8)}"
+        if gemm.choose((shard,), rows, H200) is not None:
+            assert name == f"gemm{min(tile for tile in GEMM_TILES if tile >= rows)}"
             assert set(kernels) <= set(gemm.instances((shard,), H200))
         elif not prefill.serves((shard,), rows, H200):
             form = linear.choose_form((shard,), rows, H200)

@@ -141,18 +141,20 @@ KINDS = {ONE: 0, RATES: 1, CODEBOOKS: 2, HALVES: 3, SMALL: 0, BYTES: 4}
     [
         (ONE, 20, None, torch.float16),
         (ONE, 8, GemmCut(6, True), torch.float32),  # two parts of a strip
-        (ONE, 60, GemmCut(18, False), torch.float32),  # six parts of a strip, more rows of them than the ring holds
-        (RATES, 30, GemmCut(4, False), torch.float16),  # a block has the end of one strip, and the beginning of another
+        # six parts of a strip, more rows of them than the ring holds
+        pytest.param(ONE, 60, GemmCut(18, False), torch.float32, marks=pytest.mark.slow),
+        # a block has the end of one strip, and the beginning of another
+        pytest.param(RATES, 30, GemmCut(4, False), torch.float16, marks=pytest.mark.slow),
         (RATES, 24, GemmCut(18, True), torch.bfloat16),  # six equal parts
-        (CODEBOOKS, 30, GemmCut(7, False), torch.float32),
+        pytest.param(CODEBOOKS, 30, GemmCut(7, False), torch.float32, marks=pytest.mark.slow),
         (CODEBOOKS, 31, GemmCut(12, True), torch.float16),
         (HALVES, 19, GemmCut(1, False), torch.float32),  # one block has all
         (SMALL, 121, GemmCut(1, False), torch.float32),  # so many tokens that they are ended in two halves
         (SMALL, 123, GemmCut(4, False), torch.float16),
-        (SMALL, 113, GemmCut(6, True), torch.float32),
+        pytest.param(SMALL, 113, GemmCut(6, True), torch.float32, marks=pytest.mark.slow),
         (BYTES, 60, None, torch.float32),
         (BYTES, 24, GemmCut(4, False), torch.float32),
-        (BYTES, 117, GemmCut(6, True), torch.float32),
+        pytest.param(BYTES, 117, GemmCut(6, True), torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_layers(

@@ -1,4 +1,4 @@
-"""The GEMM for up to 64 tokens on a GPU with wgmma, against float64; skipped elsewhere."""
+"""The GEMM for up to 128 tokens on a GPU with wgmma, against float64; skipped elsewhere."""
 
 import os
 import sys
@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_gemm_checks as checks_module
 from gpu_linear_checks import Checks
 
+SLOW = (checks_module.check_every_kind, checks_module.check_every_kind_of_int8)
 CHECKS = (
     checks_module.check_kinds,
-    *(pytest.param(check, marks=pytest.mark.slow) if check is checks_module.check_every_kind else check
-      for check in checks_module.CHECKS),
-)  # fmt: skip
+    checks_module.check_int8_kinds,
+    *(pytest.param(check, marks=pytest.mark.slow) if check in SLOW else check for check in checks_module.CHECKS),
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_gemm(check: Callable[[Checks, int], None], seed: int) -> None:
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal parts", "list"])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("rows", [16, 64, 128])
 def test_parts_are_ended_alike_beside_another_stream(seed: int, rows: int, equal: bool) -> None:
     """Blocks that wait for parts of their strip, while other kernels keep some of them from running at once."""
     from vllm_exl3.cuda import gemm
@@ -70,12 +71,12 @@ def test_scratch_is_bounded_and_returned(seed: int) -> None:
 
     shard = Shard(8, 2, 8192, 28672, 0, 28672)
     tensors = random_weights(shard, 1)
-    x = torch.randn(64, 8192, device="cuda").half()
-    out = x.new_empty((64, 28672))
+    x = torch.randn(128, 8192, device="cuda").half()
+    out = x.new_empty((128, 28672))
     gemm.gemm(x, *tensors, None, (shard,), out)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     gemm.gemm(x, *tensors, None, (shard,), out)
     assert torch.cuda.memory_allocated() == before
-    assert torch.cuda.max_memory_allocated() - before <= 32 << 20
+    assert torch.cuda.max_memory_allocated() - before <= 48 << 20
