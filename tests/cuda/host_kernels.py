@@ -35,6 +35,8 @@ def translated(source: str) -> str:
         r"\1* const \2 = reinterpret_cast<\1*>(::memory);",
         source,
     )
+    # So that a program may give every block of a cluster variables of its own.
+    source = re.sub(r"__shared__ ((?:__align__\(\d+\) )?)(\w+) (\w+)", r"__shared__ \1SHARED_TYPE(\2) \3", source)
     return ASM.sub(call, source)
 
 

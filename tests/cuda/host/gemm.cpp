@@ -6,6 +6,7 @@
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void ptx_fence_proxy_async() {}
+inline void ptx_prefetch_global_L1(const void* at) { (void)*static_cast<const volatile char*>(at); }  // so that it must exist
 // Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
 #define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
 inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
@@ -80,10 +81,6 @@ struct OfBlock {
     operator T() { return *&*this; }
     void operator=(T value) { *&*this = value; }
 };
-struct Shared {
-    using u32 = OfBlock<::u32>;
-    using u64 = OfBlock<::u64>;
-};
 static Meeting block_meetings[4];
 static void meet_block() { block_meetings[rank_of_thread()].wait(256); }
 // A cluster's barrier in two halves.
@@ -103,13 +100,11 @@ inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx_
 #undef threadIdx
 #undef blockIdx
 #undef blockDim
-#undef __shared__
-#undef __align__
+#undef SHARED_TYPE
 #define threadIdx (Index{unsigned(running) % 256})
 #define blockIdx (Index2{block_x * sharing + rank_of_thread(), block_y})
 #define blockDim (Index{256})
-#define __shared__ static thread_local Shared::
-#define __align__(size)
+#define SHARED_TYPE(T) OfBlock<T>
 #define __syncthreads meet_block
 #define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
 #define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
@@ -141,7 +136,7 @@ namespace four {
 // With one 128-block a warp, or four, or one that is rounded to int8.
 extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes) {
     sharing = args->sharing;
-    launch(args->rows, args->shard_count, 256 * sharing, SHARED_BYTES, [=] {
+    launch(args->rows, 1, 256 * sharing, SHARED_BYTES, [=] {
         if (to_bytes) bytes::rotate_bytes(*args);
         else if (transforms == 1) one::rotate_one(*args);
         else four::rotate_four(*args);

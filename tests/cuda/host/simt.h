@@ -24,6 +24,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static thread_local
+#define SHARED_TYPE(T) T
 #define __align__(size) __attribute__((aligned(size)))
 #define __CUDA_ARCH__ 900
 
