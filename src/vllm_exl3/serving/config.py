@@ -28,6 +28,7 @@ from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.capability import LEAST_CAPABILITY, refuse_old_gpus
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.dependent_launch import let_compiled_kernels_overlap
+from vllm_exl3.serving.drafts import refuse_pack_as_draft
 from vllm_exl3.serving.fingerprint import fingerprint
 from vllm_exl3.serving.kernels import prepare_kernels
 from vllm_exl3.serving.loading import check_load_format
@@ -166,6 +167,7 @@ class Exl3Config(QuantizationConfig):
         for sentence in unused():
             logger.warning("EXL3: %s", sentence)
         self.source = str(model_name)
+        refuse_pack_as_draft(get_current_vllm_config_or_none(), self.source)
         # The commit pins what a branch name may move away from between here and the download. Under
         # --hf-config-path the configuration comes from elsewhere, and its commit is not this repository's.
         same = getattr(hf_config, "_name_or_path", None) in (None, "", self.source)

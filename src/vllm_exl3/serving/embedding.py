@@ -5,6 +5,7 @@ the table itself, a bounded number of rows at a time, unless the pack stores a h
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.scaled_rows import row_layout
 from vllm_exl3.pack.stored import TILE, StoredRowTable, StoredScaledTable
+from vllm_exl3.serving.decoded_weight import Rows, lend_weight
 from vllm_exl3.serving.head import Exl3HeadMethod
 from vllm_exl3.serving.loading import check_overwritten, register_parameter
 
@@ -151,6 +153,8 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
         scales = torch.full(shape, torch.nan, dtype=table.scales[1])
         register_parameter(layer, table.table[0], codes, self.load_rows)
         register_parameter(layer, table.scales[0], scales, self.load_signs if table.is_row_code else self.load_scales)
+        size = (layer.num_embeddings_per_partition, layer.embedding_dim)
+        lend_weight(layer, self.where, self._weight_rows(weakref.ref(layer), params_dtype), size, params_dtype)
 
     def load_rows(self, param: Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of the codes ``[rows, columns]``."""
@@ -226,6 +230,18 @@ class QuantizedEmbeddingMethod(QuantizeMethodBase):
         if bias is not None:
             logits = logits + bias
         return logits.view(*x.shape[:-1], -1)
+
+    def _weight_rows(self, held: "weakref.ref[torch.nn.Module]", dtype: torch.dtype) -> Rows:
+        """What decodes rows ``[n, width]`` as a weight in 16 bits has them: vLLM's padding is zero."""
+
+        def rows(ids: torch.Tensor) -> torch.Tensor:
+            layer = held()
+            assert layer is not None, f"{self.where} is gone"
+            last = layer.shard_indices.num_org_elements - 1
+            ids = ids.to(getattr(layer, self.table.table[0]).device)
+            return self._rows(layer, ids.clamp(0, max(0, last)), dtype) * (ids <= last).unsqueeze(-1)
+
+        return rows
 
     def _rows(self, layer: torch.nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         codes, scales = getattr(layer, self.table.table[0]), getattr(layer, self.table.scales[0])

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.scaled_rows import SCALE_DTYPE, row_layout
+from vllm_exl3.serving.drafts import draft_being_built, draft_quantization
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
 from vllm_exl3.serving.tied_head import TiedHeadMethod
 
@@ -85,25 +86,30 @@ def _configured(stock: type[VocabParallelEmbedding]) -> type[VocabParallelEmbedd
 def _config_for(
     layer: VocabParallelEmbedding, arguments: Mapping[str, Any], current: VllmConfig | None
 ) -> QuantizationConfig | None:
-    """The config to build this layer with: the one passed, an EXL3 pack's, or a declared table's."""
+    """The config to build this layer with: the one passed, an EXL3 pack's, or a declared table's.
+
+    A draft's layers get the draft's own config, never that of the model which it drafts for.
+    """
     from vllm_exl3.serving.config import Exl3Config
 
     passed: QuantizationConfig | None = arguments["quant_config"]
     if current is None or current.model_config is None or isinstance(passed, Exl3Config):
         return passed
-    if isinstance(current.quant_config, Exl3Config):
-        return current.quant_config if passed is None else passed
-    hf_config = current.model_config.hf_config
-    entries = getattr(hf_config, "quantized_embeddings", None) or {}
+    draft = draft_being_built(current)
+    model = draft or current.model_config
+    own = current.quant_config if draft is None else draft_quantization(current, draft)
+    if isinstance(own, Exl3Config):
+        return own if passed is None else passed
+    entries = getattr(model.hf_config, "quantized_embeddings", None) or {}
     rows = arguments["org_num_embeddings"] or arguments["num_embeddings"]
-    for table, width in declared_tables(entries, current.model_config.model):
+    for table, width in declared_tables(entries, model.model):
         if (rows, arguments["embedding_dim"]) != (table.rows, width):
             continue
         if not isinstance(layer, ParallelLMHead):
             prefix = arguments["prefix"]
             if not prefix or prefix.rpartition(".")[2] == table.key.rpartition(".")[2]:
                 return _OneMethod(QuantizedEmbeddingMethod(prefix, table))
-        elif getattr(current.model_config.hf_text_config, "tie_word_embeddings", False):
+        elif getattr(model.hf_text_config, "tie_word_embeddings", False):
             return _OneMethod(TiedHeadMethod())
     return passed
 

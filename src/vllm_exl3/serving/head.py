@@ -5,6 +5,7 @@ a ``ParallelLMHead`` for it; some (Gemma 2) multiply by the embedding instead, a
 tensors are attached to the embedding layer.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.parts import Part
+from vllm_exl3.pack.stored import BLOCK
+from vllm_exl3.serving.decoded_weight import Rows, lend_weight
 from vllm_exl3.serving.layout import Output
 from vllm_exl3.serving.linear import Exl3LinearMethod
 
@@ -52,10 +55,8 @@ class Exl3HeadMethod(Exl3LinearMethod):
                 remedy="Leave head_dtype out of --hf-overrides and config.json, or choose --dtype.",
             )
         self.register_head(layer, params_dtype)
-        if current is not None and current.lora_config is not None:
-            # LoRA's logits layer reads dtype and device off a weight. Never set otherwise: where both models have
-            # one, speculative decoding compares weights to see whether heads can be shared.
-            object.__setattr__(layer, "weight", layer.suh.new_empty(0, dtype=params_dtype))
+        shape = (layer.num_embeddings_per_partition, layer.embedding_dim)
+        lend_weight(layer, self.where, self._weight_rows(weakref.ref(layer), params_dtype), shape, params_dtype)
 
     def register_head(self, layer: torch.nn.Module, dtype: torch.dtype, holder: torch.nn.Module | None = None) -> None:
         """Register the head's parameters on a ``VocabParallelEmbedding``, or for one on another module."""
@@ -81,6 +82,24 @@ class Exl3HeadMethod(Exl3LinearMethod):
             return super().apply(layer, x, bias)
         logits = torch.nn.functional.pad(super().apply(layer, x), (0, self._missing))
         return logits if bias is None else logits + bias
+
+    def _weight_rows(self, held: "weakref.ref[torch.nn.Module]", dtype: torch.dtype) -> Rows:
+        """What decodes rows ``[n, width]`` of the head: products with unit vectors, which every backend computes."""
+
+        def rows(ids: torch.Tensor) -> torch.Tensor:
+            layer = held()
+            assert layer is not None, f"{self.where} is gone"
+            device, width = layer.trellis.device, layer.embedding_dim
+            weight = torch.empty((len(ids), width), dtype=dtype, device=device)
+            wanted = ids.to(device)
+            for start in range(0, width, BLOCK):
+                size = min(BLOCK, width - start)
+                unit = torch.zeros((size, width), dtype=dtype, device=device)
+                unit[:, start : start + size].fill_diagonal_(1)
+                weight[:, start : start + size] = self.apply(layer, unit)[:, wanted].T
+            return weight
+
+        return rows
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """Keep the pack's own head, whatever ``tie_word_embeddings`` says."""

@@ -23,6 +23,8 @@ class TiedHeadMethod(QuantizeMethodBase):
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         """Remember the embedding whose table this head multiplies by."""
         self._embedding = embed_tokens
+        if hasattr(embed_tokens, "weight"):  # for readers; nothing of it is stored twice
+            object.__setattr__(layer, "weight", embed_tokens.weight)
         return layer
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -3,51 +3,21 @@
 vLLM looks for them in unquantized models only: a pack that lacks one would be served with whatever lay in that memory.
 """
 
-import weakref
 from typing import Any, TypeVar
 
 import torch
-from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3.pack.errors import Exl3PackError
 
-__all__ = ["is_target_s", "watched", "watched_experts"]
+__all__ = ["watched", "watched_experts"]
 
 Method = TypeVar("Method", bound=QuantizeMethodBase)
 Experts = TypeVar("Experts", bound=FusedMoEMethodBase)
 
 _REMEDY = "A file of the pack is missing, or config.json is of another model: fetch the pack again."
-
-_built: dict[int, tuple["weakref.ref[Any]", set[str]]] = {}
-"""What each target model has built so far, by the identity of its configuration."""
-
-
-def is_target_s(kind: str, config: VllmConfig | None) -> bool:
-    """Whether the embedding or the head that is being built is that of the model which is served.
-
-    Under speculation drafts are built as well, after it and under the same configuration; vLLM gives them the
-    target's table once they are loaded, so they may well hold none of their own.
-
-    Args:
-        kind: ``embedding`` or ``head``.
-        config: vLLM's current configuration, where there is one.
-    """
-    if config is None or config.speculative_config is None:
-        return True
-    target, draft = config.speculative_config.target_model_config, config.speculative_config.draft_model_config
-    # Without a draft model, as with n-gram speculation, vLLM names the target in its place.
-    if target is None or (config.model_config is draft and draft is not target):
-        return False
-    known, kinds = _built.get(id(target), (None, set()))
-    if known is None or known() is not target:
-        kinds = set()
-        _built[id(target)] = (weakref.ref(target), kinds)
-    first = kind not in kinds
-    kinds.add(kind)
-    return first
 
 
 def watched(method: Method, where: str) -> Method:

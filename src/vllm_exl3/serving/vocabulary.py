@@ -10,12 +10,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
+from vllm_exl3.serving.drafts import draft_being_built
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
 from vllm_exl3.serving.methods import why_dense
 from vllm_exl3.serving.skipping import is_draft
 from vllm_exl3.serving.tied_head import TiedHeadMethod
-from vllm_exl3.serving.unloaded import is_target_s, watched
+from vllm_exl3.serving.unloaded import watched
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -96,6 +97,5 @@ class VocabularyMethods:
 
 
 def _watch(method: Dense, where: str) -> Dense:
-    """Watch an embedding or a head, but not a draft model's, which may be given the target's."""
-    kind = "embedding" if isinstance(method, Exl3EmbeddingMethod) else "head"
-    return watched(method, where) if is_target_s(kind, get_current_vllm_config_or_none()) else method
+    """Watch an embedding or a head, but not a draft's: vLLM gives it the target's once it is loaded."""
+    return method if draft_being_built(get_current_vllm_config_or_none()) else watched(method, where)
