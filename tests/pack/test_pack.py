@@ -1,5 +1,6 @@
 """`Pack`: what it exposes, what it reads, and that opening again is free."""
 
+import glob
 import pickle
 import shutil
 import subprocess
@@ -183,6 +184,35 @@ def test_consolidated_copy_is_left_alone(tmp_path: Path) -> None:
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
     pack = Pack.open(folder)
     assert set(pack.files) == {"model.safetensors"} and set(pack.ignored_files) == {"consolidated.safetensors"}
+    (warning,) = check(pack)
+    assert "vLLM's --load-format auto reads it instead" in str(warning)
+
+
+@pytest.mark.parametrize("names", [["._model.safetensors"], [".hidden.safetensors", "._config.json", "._x.index.json"]])
+def test_files_that_vllm_s_pattern_skips_are_left_alone(names: list[str], tmp_path: Path) -> None:
+    """macOS leaves such files on drives that do not keep its attributes."""
+    folder = llama().write(tmp_path)
+    for name in names:
+        (folder / name).write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X        ")
+    pack = Pack.open(folder)
+    assert check(pack) == [] and set(pack.files) == {"model.safetensors"}
+    assert set(pack.ignored_files) == {name for name in names if name.endswith(".safetensors")}
+    found = {Path(path).name for path in glob.glob(f"{folder}/*.safetensors")}  # as vLLM looks for them
+    assert found == set(pack.files)
+
+
+def test_an_index_that_names_a_file_which_vllm_skips_is_refused(tmp_path: Path) -> None:
+    draft = llama().shard(2)
+    draft.file_of = {name: file.replace("model-00002", ".model-00002") for name, file in draft.file_of.items()}
+    with pytest.raises(Exl3PackError, match=r"found no \.model-00002"):
+        check(Pack.open(draft.write(tmp_path)))
+
+
+def test_a_folder_of_side_files_alone_is_no_pack(tmp_path: Path) -> None:
+    folder = llama().write(tmp_path)
+    (folder / "model.safetensors").rename(folder / "._model.safetensors")
+    with pytest.raises(Exl3PackError, match=r"no \*\.safetensors"):
+        Pack.open(folder)
 
 
 def test_single_file_of_any_name_and_any_sharding(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def write_draft(folder: Path, method: str, *, vocabulary: int = VOCABULARY, own_
         folder: where to.
         method: ``eagle``, ``eagle3``, ``dflash``, ``medusa`` or ``mlp_speculator``.
         vocabulary: tokens that an EAGLE-3 draft proposes.
-        own_embedding: store an embedding, and for EAGLE a head, of the draft's own.
+        own_embedding: store an embedding of the draft's own.
     """
     architecture, model_type = _ARCHITECTURES[method]
     config = {
@@ -49,7 +49,13 @@ def write_draft(folder: Path, method: str, *, vocabulary: int = VOCABULARY, own_
             tensors[f"blocks.{head}.layers.0.weight"] = random(HIDDEN, HIDDEN)
             tensors[f"lm_heads.{head}.weight"] = random(VOCABULARY, HIDDEN)
     elif method == "mlp_speculator":
-        config |= {"emb_dim": HIDDEN, "inner_dim": HIDDEN, "n_predict": 2, "n_candidates": 2, "top_k_tokens_per_head": [1]}
+        config |= {
+            "emb_dim": HIDDEN,
+            "inner_dim": HIDDEN,
+            "n_predict": 2,
+            "n_candidates": 2,
+            "top_k_tokens_per_head": [1],
+        }
         tensors["emb.0.weight"] = random(VOCABULARY, HIDDEN)
     else:
         config |= {
@@ -70,11 +76,13 @@ def write_draft(folder: Path, method: str, *, vocabulary: int = VOCABULARY, own_
             if vocabulary != VOCABULARY:
                 tensors["d2t"] = torch.zeros(vocabulary, dtype=torch.long)
         if method == "dflash":
-            config |= {"layer_types": ["full_attention"], "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0]}}
+            config |= {
+                "layer_types": ["full_attention"],
+                "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0]},
+            }
             tensors["lm_head.weight"] = random(VOCABULARY, HIDDEN)
         if own_embedding:
             tensors["embed_tokens.weight"] = random(VOCABULARY, HIDDEN)
-            tensors.setdefault("lm_head.weight", random(VOCABULARY, HIDDEN))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -24,7 +24,7 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import Codebook, StoredLinear, StoredTensor
 from vllm_exl3.serving.loading import LoadedParts
-from vllm_exl3.serving.unloaded import is_target_s, watched, watched_experts
+from vllm_exl3.serving.unloaded import watched, watched_experts
 
 ODD = "llama_odd-4.0-mul1"
 QWEN = "qwen3_moe-3.0-mul1"
@@ -112,31 +112,6 @@ def test_experts_of_which_a_projection_was_never_written_are_counted(gated: bool
         else:
             with pytest.raises(Exl3PackError, match=r"some\.experts: found 2 of 3 experts"):
                 method.process_weights_after_loading(layer)
-
-
-class Model:
-    """Stands for a model's configuration, which is compared by identity."""
-
-
-def test_under_speculation_the_target_s_own_table_is_watched_and_no_draft_s() -> None:
-    """vLLM builds the target first, then drafts under its configuration or under their own."""
-
-    def config(target: Model, own: Model, draft: Model) -> SimpleNamespace:
-        speculation = SimpleNamespace(target_model_config=target, draft_model_config=draft)
-        return SimpleNamespace(speculative_config=speculation, model_config=own)
-
-    assert is_target_s("embedding", None)
-    for _ in range(2):
-        assert is_target_s("embedding", SimpleNamespace(speculative_config=None))
-    same = Model()  # n-gram speculation has no draft model
-    assert is_target_s("embedding", config(same, same, same))
-    for _ in range(2):  # a second engine of the process has its own configuration
-        target, draft = Model(), Model()
-        assert is_target_s("embedding", config(target, target, draft))
-        assert is_target_s("head", config(target, target, draft))
-        for kind in ("embedding", "head"):
-            assert not is_target_s(kind, config(target, target, draft))
-            assert not is_target_s(kind, config(target, draft, draft))
 
 
 def test_a_bias_that_the_model_has_and_the_pack_has_not_is_refused(variant: Callable[..., Path]) -> None:

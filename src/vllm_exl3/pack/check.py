@@ -75,6 +75,11 @@ def find_warnings(pack: Pack) -> list[Exl3PackWarning]:
     texts = [*pack.remarks, *claim_warnings(pack), *_tied_with_head(pack)]
     if not any(is_embedding_name(key) for key in (*pack.dense, *pack.embeddings)) and _generates(pack):
         texts.append("no token embedding was recognised among the stored tensors")
+    if consolidated := [name for name in pack.ignored_files if name.startswith("consolidated")]:
+        texts.append(
+            f"{consolidated[0]} is left aside here, but vLLM's --load-format auto reads it instead of the pack: "
+            "delete it, or start with --load-format safetensors"
+        )
     accounts = classify(pack)
     if accounts.unknown:
         size = sum(tensor.nbytes for tensor in accounts.unknown)

@@ -37,11 +37,13 @@ _OTHER_FORMATS = (
 
 
 def weight_files(names: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The safetensors files to read, and those left aside with the reason."""
+    """The safetensors files to read, which are those that vLLM's pattern finds, and those left aside with the reason."""
     found = [name for name in names if name.endswith(".safetensors")]
-    ignored = {name: "the source's own layout beside the Hugging Face one" for name in found if _consolidated(name)}
-    if len(ignored) == len(found):
-        ignored = {}
+    ignored = {name: "its name begins with a dot: vLLM does not read it" for name in found if name.startswith(".")}
+    seen = [name for name in found if name not in ignored]
+    consolidated = [name for name in seen if _consolidated(name)]
+    if len(consolidated) < len(seen):
+        ignored |= dict.fromkeys(consolidated, "the source's own layout beside the Hugging Face one")
     return tuple(name for name in found if name not in ignored), ignored
 
 
@@ -57,7 +59,8 @@ def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
             count = int(match["count"])
             for number in range(1, count + 1):
                 wanted.setdefault(f"{match['stem']}-{number:05d}-of-{count:05d}.safetensors", f"the name {name}")
-    missing = sorted(set(wanted) - set(pack.files) - set(pack.ignored_files))
+    readable = {*pack.files, *(name for name in pack.ignored_files if not name.startswith("."))}
+    missing = sorted(set(wanted) - readable)
     if not missing:
         return None
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -179,6 +179,18 @@ TOUCHED = (
         mentions=("weight_packed", "w2_weight_packed"),
     ),
     Touched(
+        "vllm.compilation.backends:set_model_tag",
+        "telling a draft from the model that it drafts for",
+        ("tag",),
+        ("global model_tag",),
+    ),
+    Touched(
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_model",
+        "telling a draft from the model that it drafts for",
+        mentions=('set_model_tag("eagle_head")', "get_model("),
+    ),
+    Touched("vllm.v1.spec_decode.medusa:MedusaProposer.load_model", "the same", mentions=("_head", "set_model_tag")),
+    Touched(
         "vllm.model_executor.offloader.uva:UVAOffloader",
         "VLLM_EXL3_REQUIRE_UVA_EXPERTS",
         mentions=("_vllm_is_uva_offloaded",),

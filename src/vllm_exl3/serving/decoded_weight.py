@@ -81,13 +81,20 @@ class DecodedWeight(torch.Tensor):
         """
         kwargs = dict(kwargs or {})
         if func._schema.is_mutable:
-            _refuse_writing(func, args)
-        if (partly := _PARTLY.get(func.overloadpacket)) is not None:
+            _refuse_writing(func, args, kwargs)
+        # Rows are tensors of their own and no views: in inference mode autograd would take them for views.
+        with torch.inference_mode(False):
+            partly = _PARTLY.get(func.overloadpacket, func.decompose)  # an op that is made of others asks again
             result = partly(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        whole = [_whole(value, func) if isinstance(value, DecodedWeight) else value for value in args]
-        return func(*whole, **{k: _whole(v, func) if isinstance(v, DecodedWeight) else v for k, v in kwargs.items()})
+            return result if result is not NotImplemented else _on_all_of_it(func, args, kwargs)
+
+    def __setitem__(self, *_: Any) -> None:
+        """Refuse: it would write to a decoded row.
+
+        Raises:
+            Exl3PackError: always.
+        """
+        raise _written("an assignment", self)
 
     def like(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DecodedWeight":
         """The same weight in another dtype or for another device; nothing is decoded."""
@@ -108,21 +115,31 @@ class DecodedWeight(torch.Tensor):
         return self.rows(torch.arange(start, stop, step, device="cpu"))
 
 
-def _refuse_writing(func: Any, args: Sequence[Any]) -> None:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+def _refuse_writing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
         if isinstance(value, DecodedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
-            raise Exl3PackError(
-                found=f"{func} on the decoded weight",
-                expected="readers only: the stored form is what is served",
-                where=f"{value._where}.weight",
-                remedy="Use a pack that stores this layer in 16 bits, or leave out the feature that changes it.",
-            )
+            raise _written(str(func), value)
 
 
-def _whole(weight: DecodedWeight, func: Any) -> torch.Tensor:
-    size = weight.numel() * weight.element_size() / 2**20
-    logger.warning("EXL3: %s reads all of %s.weight: decoded for it, %.1f MiB", func, weight._where, size)
-    return weight.range(0, weight.shape[0])
+def _written(what: str, weight: DecodedWeight) -> Exl3PackError:
+    return Exl3PackError(
+        found=f"{what} that would write to the decoded weight",
+        expected="readers only: the stored form is what is served",
+        where=f"{weight._where}.weight",
+        remedy="Use a pack that stores this layer in 16 bits, or leave out the feature that changes it.",
+    )
+
+
+def _on_all_of_it(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def whole(value: Any) -> Any:
+        if not isinstance(value, DecodedWeight):
+            return value
+        size = value.numel() * value.element_size() / 2**20
+        logger.warning("EXL3: %s reads all of %s.weight: decoded for it, %.1f MiB", func, value._where, size)
+        return value.range(0, value.shape[0])
+
+    return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
 
 
 def _same(weight: Any, *_: Any, **__: Any) -> Any:

@@ -37,7 +37,7 @@ def read_headers(source: LocalFolder) -> dict[str, FileHeader]:
     Raises:
         Exl3PackError: there is none, or one that cannot be read.
     """
-    names = [name for name in source.names() if name.endswith(".safetensors")]
+    names = [name for name in source.names() if name.endswith(".safetensors") and not name.startswith(".")]
     if not names:
         raise Exl3PackError(
             found="no *.safetensors",
