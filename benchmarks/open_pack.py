@@ -59,7 +59,8 @@ print(json.dumps({
 def tensor_rows(count: int) -> Iterator[tuple[str, str, list[int]]]:
     """Name, dtype and shape of about ``count`` tensors of a pack with 512 experts a layer."""
     yield "model.embed_tokens.weight", "BF16", [1024, 2048]
-    made = 1
+    yield "model.norm.weight", "BF16", [2048]
+    made = 2
     layer = 0
     while made < count:
         prefix = f"model.layers.{layer}"

@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_exl3.pack.check_config import config_faults
 from vllm_exl3.pack.check_experts import expert_faults
+from vllm_exl3.pack.check_layers import layer_faults, layer_warnings
 from vllm_exl3.pack.claims import audit_ledger, claim_warnings
 from vllm_exl3.pack.errors import Exl3PackError, Exl3PackWarning
 from vllm_exl3.pack.files import INDEX, missing_file_fault, no_config_fault
@@ -66,13 +67,14 @@ def find_faults(pack: Pack) -> Iterator[Exl3PackError]:
     yield from _marker_faults(pack)
     yield from _foreign_weights(pack)
     yield from _gaps(pack)
+    yield from layer_faults(pack)
     yield from expert_faults(pack)
     yield from _absent_head(pack)
 
 
 def find_warnings(pack: Pack) -> list[Exl3PackWarning]:
     """Every oddity of a pack that serving it can live with."""
-    texts = [*pack.remarks, *claim_warnings(pack), *_tied_with_head(pack)]
+    texts = [*pack.remarks, *claim_warnings(pack), *_tied_with_head(pack), *layer_warnings(pack)]
     if not any(is_embedding_name(key) for key in (*pack.dense, *pack.embeddings)) and _generates(pack):
         texts.append("no token embedding was recognised among the stored tensors")
     if consolidated := [name for name in pack.ignored_files if name.startswith("consolidated")]:

@@ -37,7 +37,7 @@ _OTHER_FORMATS = (
 
 
 def weight_files(names: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The safetensors files to read, which are those that vLLM's pattern finds, and those left aside with the reason."""
+    """The safetensors files to read, those that vLLM's pattern finds, and those left aside with the reason."""
     found = [name for name in names if name.endswith(".safetensors")]
     ignored = {name: "its name begins with a dot: vLLM does not read it" for name in found if name.startswith(".")}
     seen = [name for name in found if name not in ignored]
