@@ -34,6 +34,7 @@ from vllm_exl3.serving.kernels import prepare_kernels
 from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.methods import experts_method, linear_method
 from vllm_exl3.serving.metrics import leave_counters
+from vllm_exl3.serving.missing import ParameterWatch
 from vllm_exl3.serving.models import gpt_oss, qwen4_exp
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
@@ -59,6 +60,7 @@ _PER_PROCESS = (
     "_source_format",
     "report",
     "_progress",
+    "watch",
 )
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
 
@@ -73,6 +75,7 @@ class Exl3Config(QuantizationConfig):
         mappers: how the model's classes rename checkpoint modules, outermost first.
         claimed: keys of the stored modules that some layer of the model has asked for.
         report: what is served and how.
+        watch: the parameters that belong to no layer of this package.
     """
 
     def __init__(self, raw: dict[str, Any] | None = None) -> None:
@@ -93,6 +96,7 @@ class Exl3Config(QuantizationConfig):
         self._source_format: SourceFormat | None = None
         self.report = Report()
         self._progress = LoadProgress()
+        self.watch = ParameterWatch()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -261,11 +265,14 @@ class Exl3Config(QuantizationConfig):
 
     def layer_ready(self, where: str, layer: torch.nn.Module) -> None:
         """Note a loaded layer; after the last one, make the kernels ready and log the report."""
+        current = get_current_vllm_config_or_none()
+        extra = getattr(current.load_config, "model_loader_extra_config", None) if current is not None else None
+        tracked = not isinstance(extra, dict) or extra.get("enable_weights_track") is not False
+        self.watch.check(layer, str(self.source), refuse=tracked)
         if self.report.layer_ready(where, layer, self.pack):
             with phase("making kernels ready"):
                 prepare_kernels(self.report, compute_device(layer))
             self.report.publish()
-            current = get_current_vllm_config_or_none()
             leave_counters(current.cache_config.cache_dtype if current is not None else "unknown")
 
     def verify_names(self) -> None:
@@ -278,6 +285,7 @@ class Exl3Config(QuantizationConfig):
         if self._names_verified:
             return
         self._names_verified = True
+        self.watch.close()
         for where, layer in self.report.built_experts():
             validate_exl3_moe_uva_layer(layer, where)
         self._vocabulary.attach_head()

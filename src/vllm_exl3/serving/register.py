@@ -18,7 +18,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register the quantization config, the embedding hook, the int4 attention and the metrics, once per process.
+    """Register the quantization config, the hooks, the int4 attention and the metrics, once per process.
 
     Raises:
         RuntimeError: another installed plugin serves EXL3 packs too.
@@ -39,9 +39,11 @@ def register() -> None:
     from vllm_exl3.serving.embedding_hook import register_embedding_hook
     from vllm_exl3.serving.kv_register import register_attention
     from vllm_exl3.serving.metrics import register_metrics
+    from vllm_exl3.serving.missing import register_parameter_watch
 
     register_quantization_config("exl3")(Exl3Config)
     register_embedding_hook()
+    register_parameter_watch()
     register_attention()
     register_metrics()
     _registered = True
