@@ -1,5 +1,11 @@
 """Code of vLLM's that reads a layer's weights itself, or replaces its layers: what it finds in an EXL3 layer."""
 
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +16,7 @@ from tests.serving.engine import PROMPTS, engine, generate, model_of
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.serving.transformers_backend import LOGIT_FACTORS, check_logit_factors
 
 ODD, PHI = "llama_odd-4.0-mul1", "phi3-5.0-mul1"
 
@@ -58,6 +65,56 @@ def test_the_transformers_backend_serves_the_same_tokens(name: str) -> None:
         assert "Transformers" in type(model_of(llm)).__name__
         assert any(hasattr(layer, "trellis") for layer in model_of(llm).modules())
         assert generate(llm, PROMPTS) == expected
+
+
+GRANITE = {
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 0.125,
+}
+
+
+@pytest.mark.parametrize("scaling", [8.0, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_a_factor_on_logits_that_the_transformers_backend_drops_is_refused(
+    scaling: float, variant: Callable[..., Path]
+) -> None:
+    """Granite divides its logits; vLLM's own class does so, too."""
+    folder = variant(ODD, config=lambda config: config.update(GRANITE, logits_scaling=scaling))
+    if scaling != 1:
+        with (
+            pytest.raises(Exl3PackError, match=r"logits_scaling 8\.0 .*transformers backend"),
+            engine(folder, model_impl="transformers"),
+        ):
+            pass
+        return
+    with engine(folder) as llm:
+        expected = generate(llm, PROMPTS)
+    with engine(folder, model_impl="transformers") as llm:
+        assert generate(llm, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("name", LOGIT_FACTORS)
+def test_every_factor_on_logits_is_known(name: str) -> None:
+    def check(value: object, *, backend: bool = True, hidden: int = 256) -> None:
+        text = SimpleNamespace(hidden_size=hidden, **{name: value})
+        model = SimpleNamespace(using_transformers_backend=lambda: backend, hf_text_config=text)
+        check_logit_factors(SimpleNamespace(model_config=model), "pack")
+
+    with pytest.raises(Exl3PackError, match=f"{name} 0.5 in config.json"):
+        check(0.5)
+    check(0.5, backend=False)
+    for neutral in (256 if name == "dim_model_base" else 1, None, 0, False):
+        check(neutral)
+    check_logit_factors(None, "pack")
+
+
+@pytest.mark.slow
+def test_factors_that_the_backend_itself_knows() -> None:
+    source = inspect.getsource(importlib.import_module("vllm.model_executor.models.transformers.causal"))
+    assert '"logit_scale"' in source and '"final_logit_softcapping"' in source
+    assert not [name for name in LOGIT_FACTORS if f'"{name}"' in source], "the backend has learnt it"
 
 
 @pytest.mark.slow

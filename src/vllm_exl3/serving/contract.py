@@ -178,6 +178,7 @@ TOUCHED = (
         "LoRA beside EXL3 layers",
         mentions=("weight_packed", "w2_weight_packed"),
     ),
+    Touched("vllm.config:ModelConfig.using_transformers_backend", "refusing factors on logits that it leaves out"),
     Touched(
         "vllm.compilation.backends:set_model_tag",
         "telling a draft from the model that it drafts for",
