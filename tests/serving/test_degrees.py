@@ -17,6 +17,7 @@ from vllm.utils.network_utils import get_open_port
 
 from tests.serving.conftest import DENSE, MOE, PACKS
 from vllm_exl3.pack import Pack
+from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.plan.parallel import Degree, expert_parallel, tensor_parallel
 
 DEGREES = (2, 3, 4, 8)
@@ -72,3 +73,29 @@ def test_tensor_parallel_degrees(name: str) -> None:
 def test_expert_parallel_degrees(name: str) -> None:
     found = {degree: refusal(PACKS / name, degree, enable_expert_parallel=True) for degree in DEGREES}
     assert_agreed(found, expert_parallel(Pack.open(PACKS / name), DEGREES))
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"tensor_parallel_size": 4}, "1 block of 128 channels for 4 ranks"),
+        ({"data_parallel_size": 2}, "1 block of 128 channels for 2 ranks"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 8, "enable_expert_parallel": True},
+            "8 experts for 16 ranks",
+        ),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "enable_expert_parallel": True}, None),
+    ],
+    ids=str,
+)
+def test_a_split_that_experts_do_not_allow_is_refused_with_the_configuration(
+    options: dict[str, Any], found: str | None
+) -> None:
+    """Before a worker starts: this process makes the configuration, and no other has been asked."""
+    pack = PACKS / "qwen3_moe-3.0-mul1"
+    arguments = EngineArgs(model=str(pack), skip_tokenizer_init=True, dtype="float32", max_model_len=64, **options)
+    if found is None:
+        assert arguments.create_engine_config().parallel_config.enable_expert_parallel
+        return
+    with pytest.raises(Exl3PackError, match=rf"experts.*found {found}"):
+        arguments.create_engine_config()

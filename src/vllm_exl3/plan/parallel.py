@@ -18,7 +18,7 @@ from vllm_exl3.pack.stored import BLOCK
 from vllm_exl3.plan.partition import block_split
 from vllm_exl3.plan.shapes import ROW_LEAVES, input_width, number
 
-__all__ = ["DEGREES", "Degree", "expert_parallel", "tensor_parallel"]
+__all__ = ["DEGREES", "Degree", "expert_parallel", "refuse_expert_split", "tensor_parallel"]
 
 DEGREES = (1, 2, 3, 4, 6, 8, 16)
 """The degrees that are reported."""
@@ -78,6 +78,32 @@ def expert_parallel(pack: Pack, degrees: Sequence[int] = DEGREES) -> list[Degree
             answer = Degree(degree, f"{key}.experts: {len(group.members)} experts for {degree} ranks")
         answers.append(answer)
     return answers
+
+
+def refuse_expert_split(pack: Pack, ranks: int, *, whole: bool) -> None:
+    """Refuse to spread a pack's routed experts over more ranks than they allow.
+
+    Args:
+        pack: the pack.
+        ranks: among how many the experts are spread, data-parallel ones counted.
+        whole: each rank holds whole experts (expert parallelism), not a part of each.
+
+    Raises:
+        Exl3PackError: some rank would hold nothing.
+    """
+    if not pack.experts:
+        return
+    key, group = min(pack.experts.items(), key=lambda item: len(item[1].members))
+    if whole and ranks > len(group.members):
+        raise Exl3PackError(
+            found=f"{len(group.members)} experts for {ranks} ranks",
+            expected="at least one expert per rank",
+            where=f"{key}.experts in {pack.source}",
+            remedy=f"Use at most {len(group.members)} ranks; data-parallel ranks count.",
+        )
+    for row in _rows(pack):
+        if row.expert and not whole:
+            block_split(row.stored, 0, ranks, where=f"{row.key} in {pack.source}")
 
 
 def _rows(pack: Pack) -> Iterator[_Row]:

@@ -26,6 +26,7 @@ from vllm_exl3.pack.parts import Resolution
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.capability import LEAST_CAPABILITY, refuse_old_gpus
+from vllm_exl3.serving.degrees import refuse_degrees
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.dependent_launch import let_compiled_kernels_overlap
 from vllm_exl3.serving.drafts import refuse_pack_as_draft
@@ -181,6 +182,7 @@ class Exl3Config(QuantizationConfig):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
         for refusal in unserved(self.pack):
             raise refusal
+        refuse_degrees(self.pack)
         self.source_format()  # refuses what it cannot read, before any weight is read
         if hf_config is not None:
             # vLLM keeps compiled graphs under a hash of its configuration, of which the tensors' shapes and this

@@ -178,6 +178,11 @@ TOUCHED = (
         "LoRA beside EXL3 layers",
         mentions=("weight_packed", "w2_weight_packed"),
     ),
+    Touched(
+        "vllm.config:VllmConfig.__post_init__",
+        "refusing splits of experts once, before workers start",
+        mentions=("_get_quantization_config(", "verify_with_parallel_config"),
+    ),
     Touched("vllm.config:ModelConfig.using_transformers_backend", "refusing factors on logits that it leaves out"),
     Touched(
         "vllm.compilation.backends:set_model_tag",

@@ -57,4 +57,4 @@ def _counts(name: str, values: Mapping[str, Any], hidden: Any) -> bool:
     value = values[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return value != (hidden if name == "dim_model_base" else 1) and value != 0
+    return value not in (0, hidden if name == "dim_model_base" else 1)
