@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 
 from tests.serving.conftest import Tensors, golden_logits, relative_error
@@ -22,6 +23,7 @@ from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.serving import delegate
 from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.delegate import SourceFormat
+from vllm_exl3.serving.listed import is_listed
 
 PACK = "qwen3_moe-3.0-mul1"
 SOURCE = {"quant_method": "rows_int8", "skip": ["gate"]}
@@ -115,11 +117,92 @@ def test_layers_in_the_source_format_are_served_by_its_own_config(variant: Calla
     assert 1e-3 < error < 5e-2  # int8 rounding is seen, and nothing worse
 
 
+def without_a_scale(tensors: Tensors) -> None:
+    in_rows(tensors)
+    del tensors["model.layers.0.self_attn.k_proj.weight_scale"]
+
+
 def test_scales_that_are_not_stored_are_an_error(variant: Callable[..., Path]) -> None:
-    folder = variant(PACK, in_sixteen_bits, declare(non_routed_quantization=SOURCE))
+    folder = variant(PACK, without_a_scale, declare(non_routed_quantization=SOURCE))
     message = r"no weight_scale for model\.layers\.0\.self_attn\.qkv_proj, which .* declares as rows_int8"
     with pytest.raises(Exl3PackError, match=message), engine(folder):
         pass
+
+
+def test_headers_that_say_16_bits_win(variant: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    """The declaration lists the routers and not these layers; their tensors have no scales."""
+    ids, logits = golden_logits(PACK)
+    source = {**SOURCE, "modules_to_not_convert": ["mlp.gate"]}
+    with engine(variant(PACK, in_sixteen_bits, declare(non_routed_quantization=source))) as llm:
+        assert relative_error(logits_of(llm, ids)[:40], logits[:40]) <= 1e-3
+    (said,) = [text for text in caplog.messages if "without scales, and served so" in text]
+    assert "4 layers that non_routed_quantization declares as rows_int8" in said
+
+
+def test_codes_of_a_layer_that_is_listed_as_not_converted_are_refused(variant: Callable[..., Path]) -> None:
+    """vLLM would take the codes for values."""
+    skipping = {**SOURCE, "skip": ["gate", "qkv_proj"]}
+    folder = variant(PACK, in_rows, declare(non_routed_quantization=skipping))
+    with (
+        pytest.raises(Exl3PackError, match=r"codes for model\.layers\.0\.self_attn\.qkv_proj .*q_proj"),
+        engine(folder),
+    ):
+        pass
+
+
+MAPPER = WeightsMapper(
+    orig_to_new_prefix={"model.visual.": "visual.", "model.language_model.": "language_model.model."}
+)
+TOWER = ("visual.blocks.0.attn.qkv", "model.visual.blocks.0.attn.qkv")
+BLOCK = ("language_model.model.layers.3.mlp.gate", "model.language_model.layers.3.mlp.gate")
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"])
+@pytest.mark.parametrize(
+    ("pattern", "names", "listed"),
+    [
+        ("model.visual", TOWER, True),
+        ("model.visual.", TOWER, True),
+        ("visual", TOWER, True),
+        ("visual.", TOWER, True),
+        ("blocks.0", TOWER, True),
+        ("model.visual.blocks.0.attn.qkv", TOWER, True),
+        (r"re:.*visual\..*", TOWER, True),
+        ("re:visual", TOWER, True),
+        ("*visual*", TOWER, True),
+        ("model.visual.*", TOWER, True),
+        ("model.vis", TOWER, False),
+        ("isual", TOWER, False),
+        ("qk", TOWER, False),
+        ("blocks.1", TOWER, False),
+        ("re:blocks", TOWER, False),
+        ("re:(", TOWER, False),
+        ("", TOWER, False),
+        (".", TOWER, False),
+        ("lm_head", TOWER, False),
+        ("gate", BLOCK, True),
+        ("mlp.gate", BLOCK, True),
+        ("language_model.layers.3", BLOCK, True),
+        ("language_model.model.layers.3", BLOCK, True),
+        ("layers.30", BLOCK, False),
+        ("gate_proj", BLOCK, False),
+    ],
+)
+def test_listed_modules_are_known_by_components_on_both_sides_of_the_mapper(
+    key: str, pattern: str, names: tuple[str, str], listed: bool
+) -> None:
+    assert is_listed({key: ["other", pattern]}, names, [MAPPER]) == listed
+    if listed and "language_model.model" not in pattern and not pattern.startswith(("re:visual",)):
+        assert is_listed({key: [pattern]}, names[1:], [MAPPER])  # without vLLM's name
+    assert not is_listed({key: None}, names, [MAPPER])
+
+
+def test_what_headers_do_not_tell_the_list_does() -> None:
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    source = SourceFormat({"non_routed_quantization": {**SOURCE, "modules_to_not_convert": ["model.visual"]}}, "pack")
+    for plain, method in ((None, UnquantizedLinearMethod), (True, UnquantizedLinearMethod), (False, RowsMethod)):
+        assert type(source.linear(layer, *TOWER[:1], TOWER[1:], [MAPPER], {}, plain)) is method
+    assert type(source.linear(layer, "model.layers.0.mlp.up_proj", [], [MAPPER], {}, None)) is RowsMethod
 
 
 def test_a_policy_serves_sixteen_bits_as_stored(variant: Callable[..., Path]) -> None:

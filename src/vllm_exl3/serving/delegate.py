@@ -5,8 +5,10 @@ Some packs quantize only the routed experts and keep the rest as the source mode
 never read from here: tensor headers say that.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +21,14 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.skip import main_layers
+from vllm_exl3.pack.stored import StoredTensor
+from vllm_exl3.serving.listed import is_listed
 
-__all__ = ["SourceFormat"]
+__all__ = ["SourceFormat", "plain_experts", "says_plain"]
+
+logger = logging.getLogger("vllm.exl3")
+
+_FLOATS = ("F16", "BF16", "F32")
 
 _AS_STORED = "bf16_as_stored"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -56,9 +64,16 @@ class SourceFormat:
             raise self._fault(f"mtp_experts_start_layer {self._draft_start!r}", "the number of a layer")
         self._delegate: QuantizationConfig | None = None
         self._built: list[tuple[torch.nn.Module, str, tuple[str, ...]]] = []
+        self._unlisted: list[str] = []
 
     def linear(
-        self, layer: LinearBase, prefix: str, keys: Sequence[str], mappers: Sequence[WeightsMapper], packed: Any
+        self,
+        layer: LinearBase,
+        prefix: str,
+        keys: Sequence[str],
+        mappers: Sequence[WeightsMapper],
+        packed: Any,
+        plain: bool | None = None,
     ) -> QuantizeMethodBase:
         """The method for a linear without a trellis: the declared configuration's, else 16 bits.
 
@@ -68,22 +83,47 @@ class SourceFormat:
             keys: the checkpoint modules that fill it.
             mappers: how the model class renames checkpoint modules.
             packed: vLLM's ``packed_modules_mapping``.
+            plain: what headers say: 16 bits without scales (True), codes of another format (False), or nothing.
+
+        Raises:
+            Exl3PackError: the configuration lists a layer as not converted that is stored in another format.
         """
-        if self._spec is None or self._policy == _AS_STORED:
+        if self._spec is None or self._policy == _AS_STORED or self._is_plain(prefix, keys, mappers, plain):
             return UnquantizedLinearMethod()
-        method = self._configuration(mappers, packed).get_quant_method(layer, prefix)
+        method = self._configuration(mappers, packed).get_quant_method(layer, prefix) or UnquantizedLinearMethod()
+        if plain is False and type(method) is UnquantizedLinearMethod:
+            raise self._fault(
+                f"codes for {prefix} ({keys[0]}), which non_routed_quantization lists as not converted",
+                "weights in 16 bits, or a list without this layer",
+            )
         self._built.append((layer, prefix, tuple(keys)))
-        return method or UnquantizedLinearMethod()
+        return method
 
     def experts(
-        self, layer: RoutedExperts, prefix: str, mappers: Sequence[WeightsMapper], packed: Any
+        self,
+        layer: RoutedExperts,
+        prefix: str,
+        mappers: Sequence[WeightsMapper],
+        packed: Any,
+        plain: bool | None = None,
     ) -> QuantizeMethodBase | None:
         """The method for routed experts without a trellis, or None for vLLM's 16-bit one."""
         if self._spec is None or (self._policy == _AS_STORED and not self._is_source_draft(prefix)):
             return None
+        if self._is_plain(prefix, (), mappers, plain):
+            return None
         method = self._configuration(mappers, packed).get_quant_method(layer, prefix)
         self._built.append((layer, prefix, ()))
         return method
+
+    def _is_plain(self, prefix: str, keys: Sequence[str], mappers: Sequence[WeightsMapper], plain: bool | None) -> bool:
+        """Whether a layer is in 16 bits: headers say so, or the configuration does and headers say nothing."""
+        if plain is False:
+            return False
+        listed = is_listed(self._spec or {}, (prefix, *keys), mappers)
+        if plain and not listed:
+            self._unlisted.append(prefix)
+        return bool(plain) or listed
 
     def check(self, pack: Pack, map_name: Callable[[str], str]) -> None:
         """Once the model is built: every scale that a delegated layer wants must be stored.
@@ -97,6 +137,12 @@ class SourceFormat:
         Raises:
             Exl3PackError: a layer's scales are absent.
         """
+        if self._unlisted:
+            logger.warning(
+                "EXL3 pack %s: %d layers that non_routed_quantization declares as %s are stored in 16 bits without "
+                "scales, and served so (%s)", self._where, len(self._unlisted), self._name(), self._unlisted[0]
+            )  # fmt: skip
+            self._unlisted.clear()
         if not self._built:
             return
         stored, experts = _stored_leaves(pack, map_name)
@@ -153,6 +199,36 @@ class SourceFormat:
         self, found: str, expected: str, remedy: str = "Correct quantization_config in config.json."
     ) -> Exl3PackError:
         return Exl3PackError(found=found, expected=expected, where=self._where, remedy=remedy)
+
+
+def says_plain(pack: Pack, modules: Sequence[tuple[str, StoredTensor | None]]) -> bool | None:
+    """What headers say of a layer's modules: 16 bits without scales, codes of another format, or nothing certain.
+
+    Args:
+        pack: the pack.
+        modules: checkpoint modules that fill the layer, each with its ``weight`` if it has one.
+    """
+    if not modules or any(weight is None for _, weight in modules):
+        return None
+    plain = {
+        weight.dtype in _FLOATS and f"{key}." not in _scales(pack) for key, weight in modules if weight is not None
+    }
+    return plain.pop() if len(plain) == 1 else None
+
+
+@lru_cache(maxsize=4)
+def _scales(pack: Pack) -> frozenset[str]:
+    """The modules, each with a dot behind it, beside whose weights scales are stored."""
+    return frozenset(
+        f"{name.rpartition('.')[0]}." for name in pack.tensors if _is_stored_scale(name.rpartition(".")[2])
+    )
+
+
+def plain_experts(pack: Pack, prefix: str) -> bool | None:
+    """The same of the routed experts of a layer, from their tensors of that layer's number."""
+    number = _layer_number(f"{prefix}.", pack)
+    modules = [(key, tensor) for key, tensor in pack.dense.items() if ".experts." in key]
+    return says_plain(pack, [(key, tensor) for key, tensor in modules if _layer_number(f"{key}.", pack) == number])
 
 
 def _is_stored_scale(name: str) -> bool:

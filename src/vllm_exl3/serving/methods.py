@@ -8,6 +8,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from vllm_exl3.pack.parts import Part
+from vllm_exl3.serving.delegate import plain_experts, says_plain
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.unloaded import watched, watched_experts
@@ -27,7 +28,9 @@ def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> Quant
     if any(part.linear is not None for part in parts):
         return Exl3LinearMethod(config, prefix, parts)
     keys = [part.key for part in parts]
-    method = config.source_format().linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping)
+    plain = says_plain(config.pack, [(part.key, part.dense) for part in parts])
+    source = config.source_format()
+    method = source.linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping, plain)
     if type(method) is UnquantizedLinearMethod:
         watched(method, prefix)
     config.report.add_dense(prefix, why_dense(method, parts))
@@ -38,7 +41,8 @@ def experts_method(config: "Exl3Config", layer: RoutedExperts, prefix: str) -> Q
     """The method of a layer of routed experts: that of the format of the other layers where none of them is EXL3."""
     group = config.names().resolve_experts(prefix)
     if group is None:
-        method = config.source_format().experts(layer, prefix, config.mappers, config.packed_modules_mapping)
+        source, plain = config.source_format(), plain_experts(config.pack, prefix)
+        method = source.experts(layer, prefix, config.mappers, config.packed_modules_mapping, plain)
         config.report.add_dense(prefix, "no EXL3 experts stored" if method is None else _DECLARED)
         if method is None:
             method = UnquantizedFusedMoEMethod(layer.moe_config)  # as vLLM would in place of None
