@@ -12,7 +12,9 @@ from vllm.lora.request import LoRARequest
 from tests.serving.conftest import PACKS
 from tests.serving.dense_twin import write_dense_twin
 from tests.serving.engine import engine, generate
+from tests.serving.test_embedding import sixteen_bit_twin
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.tools.table_writer import quantize_embedding
 
 PACK = PACKS / "llama_odd-4.0-mul1"
 PROMPT = [1, 2, 3, 4, 5]
@@ -108,3 +110,39 @@ def test_adapters_on_the_attention_of_a_pack_with_experts_are_served(tmp_path: P
         plain = generate(llm, [PROMPT])[0]
     with engine(pack, enable_lora=True, max_lora_rank=8, lora_target_modules=targets) as llm:
         assert with_adapters(llm, [None]) == [plain]
+
+
+def vocabulary_adapter(folder: Path, module: str) -> str:
+    """An adapter of rank 4 on the head or on the token embedding, which changes what is said."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(2)
+    hidden, rows = 256, 640
+    if module == "lm_head":
+        shapes = {"lm_head.lora_A.weight": (4, hidden), "lm_head.lora_B.weight": (rows, 4)}
+    else:
+        key = "model.embed_tokens.lora_embedding"
+        shapes = {f"{key}_A": (4, rows), f"{key}_B": (hidden, 4)}
+    tensors = {f"base_model.model.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [module]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "module"), [(16, "lm_head"), (16, "embed_tokens"), (8, "embed_tokens"), (8, "lm_head")]
+)
+def test_heads_and_tables_take_adapters(table: int, module: str, tmp_path: Path) -> None:
+    """The same tokens as from the model's dense layers."""
+    pack, twin = PACK, write_dense_twin(PACK, tmp_path / "twin")
+    if table == 8:
+        pack = tmp_path / "int8"
+        quantize_embedding(PACK, pack, 8)
+        twin = sixteen_bit_twin(pack, tmp_path / "16", 256)
+    request = LoRARequest("vocabulary", 1, vocabulary_adapter(tmp_path / "adapter", module))
+    found = []
+    for model in (pack, twin):
+        with engine(model, enable_lora=True, max_lora_rank=8, max_loras=2) as llm:
+            found.append(with_adapters(llm, [request, None]))
+    assert found[0] == found[1] and found[0][0] != found[0][1]
