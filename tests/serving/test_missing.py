@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.compilation.backends import set_model_tag
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from tests.serving.conftest import DENSE, MOE, PACKS, Tensors
@@ -12,7 +14,7 @@ from tests.serving.engine import engine, generate
 from vllm_exl3.pack.check import find_faults
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.pack import Pack
-from vllm_exl3.serving.missing import ParameterWatch
+from vllm_exl3.serving.missing import ParameterWatch, _watch
 from vllm_exl3.serving.unloaded import watched
 
 ODD, QWEN, GEMMA = "llama_odd-4.0-mul1", "qwen3_moe-3.0-mul1", "gemma2-6.0-mcg"
@@ -138,3 +140,19 @@ def test_what_cannot_be_spoiled_is_let_alone() -> None:
     with pytest.raises(Exl3PackError, match="found scalar into"):
         watch.check(module, "pack")
     assert scalar == 2 and (module.ints == 1).all()
+
+
+def test_drafts_and_values_that_come_later_are_not_noticed() -> None:
+    """What docs/limitations.md says of it."""
+    target, draft = object(), SimpleNamespace(model="draft", revision=None)
+    speculation = SimpleNamespace(target_model_config=target, draft_model_config=draft)
+    quantization = SimpleNamespace(watch=ParameterWatch())
+    served = SimpleNamespace(quant_config=quantization, speculative_config=speculation, model_config=target)
+    assert _watch(served) is quantization.watch and _watch(None) is None
+    with set_model_tag("eagle_head"):
+        assert _watch(served) is None
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(3))
+    quantization.watch.note(module, "weight", module.weight)
+    torch.nn.init.ones_(module.weight)
+    quantization.watch.check(module, "pack")
