@@ -18,7 +18,7 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-avx2 test-versions lint format quick wheels docs setup clean distclean
+.PHONY: help demo test test-all test-avx2 test-versions fuzz lint format quick wheels docs setup clean distclean
 
 help:
 	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-all   the same with every slow test"
 	@echo "make test-avx2  the quick tests of serving, as on a processor without AVX-512"
 	@echo "make test-versions   the serving tests in every supported release of vLLM, on the CPU"
+	@echo "make fuzz       open FUZZ_CASES damaged packs (a million); resumes where it was stopped"
 	@echo "make lint       ruff (rules and format) and mypy"
 	@echo "make format     let ruff format and fix"
 	@echo "make docs       write the generated pages of docs/"
@@ -46,6 +47,12 @@ test-avx2: $(PROJECT_READY)
 
 test-versions: $(PROJECT_READY)
 	$(PY) -m pytest -q tests/versions
+
+# Its numbers are kept in .cache/fuzz: stopped at any time, it goes on from there.
+FUZZ_CASES ?= 1000000
+
+fuzz: $(PROJECT_READY)
+	$(PY) -m tests.fuzz.campaign --cases $(FUZZ_CASES)
 
 quick: $(PROJECT_READY)
 	$(PY) -m pytest -q -m "not slow"

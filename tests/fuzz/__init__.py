@@ -1,0 +1,1 @@
+"""Damaged packs by the million: `mutations` makes them, `campaign` counts what becomes of them."""
