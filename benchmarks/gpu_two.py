@@ -72,7 +72,7 @@ def main(words: list[str] | None = None) -> None:
     from benchmarks.dense_8b import SHAPE
 
     shape = _TINY if arguments.cpu else SHAPE
-    work: Path = arguments.work or Path("/tmp/exl3-two")
+    work: Path = arguments.work or Path("/tmp/exl3-two")  # noqa: S108  on a machine lent for the measurement
     if arguments.command == "all":
         if not arguments.cpu:
             need_gpus(2)

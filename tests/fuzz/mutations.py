@@ -10,7 +10,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-
 __all__ = ["MUTATIONS", "Files", "mutate"]
 
 Files = dict[str, bytes]

@@ -48,10 +48,10 @@ def served_log_probabilities(url: str, model: str, ids: Sequence[int], top: int)
         top: how many tokens a position; the server's ``--max-logprobs`` allows as many.
     """
     body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
-    request = urllib.request.Request(
+    request = urllib.request.Request(  # noqa: S310  of the demo's own server
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310
         positions: list[dict[str, dict[str, Any]]] = json.load(answer)["choices"][0]["prompt_logprobs"][1:]
     return [{int(token): entry["logprob"] for token, entry in position.items()} for position in positions]
 

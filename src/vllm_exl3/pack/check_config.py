@@ -18,7 +18,7 @@ _PER_LAYER_COUNTS = ("intermediate_size", "num_attention_heads", "num_key_value_
 _EXPERT_SIZES = (*EXPERT_COUNTS, "num_experts_per_tok", "moe_intermediate_size")
 """Looked at where experts are stored: dense models of a family with experts have all kinds of values there."""
 
-_PER_TOKEN = "num_experts_per_tok"
+_PER_TOKEN = "num_experts_per_tok"  # noqa: S105  a token of text
 _SHOWN = 60
 
 
