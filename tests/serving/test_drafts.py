@@ -78,6 +78,8 @@ def target(kind: str, folder: Path) -> Path:
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "shared",
 )
 def test_a_draft_changes_no_token(kind: str, method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if method == "medusa":
+        pytest.importorskip("vllm.v1.spec_decode.medusa", reason="vLLM 0.33 has dropped it")
     pack = target(kind, tmp_path / "pack")
     draft = write_draft(tmp_path / "draft", method, **options)
     with engine(pack) as llm:

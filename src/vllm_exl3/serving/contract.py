@@ -195,7 +195,6 @@ TOUCHED = (
         "telling a draft from the model that it drafts for",
         mentions=('set_model_tag("eagle_head")', "get_model("),
     ),
-    Touched("vllm.v1.spec_decode.medusa:MedusaProposer.load_model", "the same", mentions=("_head", "set_model_tag")),
     Touched(
         "vllm.model_executor.offloader.uva:UVAOffloader",
         "VLLM_EXL3_REQUIRE_UVA_EXPERTS",
