@@ -70,18 +70,21 @@ def _layers(pack: Pack) -> dict[int, dict[str, str]]:
     """What each decoder layer stores: names within the layer to names in the pack; a weight is named by its module."""
     layers: defaultdict[int, dict[str, str]] = defaultdict(dict)
     skipper, count = Skipper(pack), main_layers(pack.config)
+    sliced: set[int] = set()
     # Routed experts are compared elsewhere; here it counts that a layer has some.
     experts = dict.fromkeys(name.partition(".experts.")[0] for name in pack.tensors if ".experts." in name)
     plain = (name for name in pack.tensors if ".experts." not in name)
     for name in (*plain, *(f"{key}.experts.weight" for key in experts)):
         match = MAIN_LAYER.match(name)
-        if match is None or int(match[1]) >= count or ".slice." in name:
+        if match is None or int(match[1]) >= count:
             continue
+        if ".slice." in name:  # refused elsewhere, as not served
+            sliced.add(int(match[1]))
         key, _, leaf = name.rpartition(".")
         if skipper.rule_for_tensor(name) is None:
             full = key if leaf == "weight" or (leaf in LINEAR_LEAVES and leaf != "bias") else name
             layers[int(match[1])][full[match.end() :]] = full
-    return dict(layers)
+    return {layer: names for layer, names in layers.items() if layer not in sliced}
 
 
 def _halves_of_mlps(layers: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
