@@ -73,7 +73,7 @@ def insert(files: Files, chance: random.Random) -> None:
 def header_length(files: Files, chance: random.Random) -> None:
     """The number that says how long the header is."""
     length = chance.choice((0, 1, 2**31, 2**63, 2**64 - 1, chance.randrange(1 << 20)))
-    files[WEIGHTS] = struct.pack("<Q", length) + files[WEIGHTS][8:]
+    files[WEIGHTS] = struct.pack("<Q", length) + files.get(WEIGHTS, b"")[8:]
 
 
 def lose_file(files: Files, chance: random.Random) -> None:
