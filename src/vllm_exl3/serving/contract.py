@@ -166,6 +166,12 @@ TOUCHED = (
         ("param", "loaded_weight"),
     ),
     Touched("vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights", "gpt-oss' experts", ("weights",)),
+    Touched(
+        "vllm.model_executor.models.llama4:Llama4ForCausalLM.permute_qk_weight_for_rotary",
+        "Llama 4's order of q and k",
+        ("name", "loaded_weight"),
+        ('"wq"', '"wk"', '"weight_packed"', ".view(n_heads, f_out // n_heads // 2, 2, f_in)", ".transpose(1, 2)"),
+    ),
     Touched("vllm.distributed:get_pp_group", "pipeline stages"),
     Touched("vllm.distributed.utils:get_pp_indices", "pipeline stages", ("num_hidden_layers", "pp_rank", "pp_size")),
     Touched(

@@ -28,6 +28,7 @@ from vllm_exl3.serving.loading import (
     register_parameter,
     unpack_signs_like,
 )
+from vllm_exl3.serving.models import llama4
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -84,6 +85,7 @@ class Exl3LinearMethod(LinearMethodBase):
         self.layout = layout = Layout(self.where, self.parts, outputs, rows)
         self.shards = list(layout.shards)
         self.layer_class = type(layer).__name__
+        self.head_sizes = self._reordered_heads()
         sizes = layout.sizes
         register_parameter(layer, "trellis", torch.empty(sizes["trellis"], dtype=torch.int16), self.load_trellis)
         # A scale that no tensor overwrites stays NaN, and is refused before the engine serves.
@@ -153,14 +155,21 @@ class Exl3LinearMethod(LinearMethodBase):
         if layer.trellis.is_meta:
             return  # vLLM built the layer and left it out: a pooling model's head, a tower that is not run
         self.loaded.check(self.parts, bias=getattr(layer, "bias", None) is not None)
-        self._warn_of_unused_bias(layer)
+        self._check_bias(layer)
         check_overwritten(self.where, suh=layer.suh, svh=layer.svh)
         self.config.layer_ready(self.where, layer)
 
-    def _warn_of_unused_bias(self, layer: torch.nn.Module) -> None:
+    def _check_bias(self, layer: torch.nn.Module) -> None:
         stored = [part.key for part in self.parts if part.linear is not None and part.linear.bias is not None]
         if stored and getattr(layer, "bias", None) is None:
             logger.warning("%s.bias is stored, but config.json gives this layer no bias: it is not used", stored[0])
+        if any(self.head_sizes) and getattr(layer, "bias", None) is not None:
+            raise Exl3PackError(
+                found="a bias",
+                expected="none: vLLM reorders the rows of q and k for its rotary embedding, but not their biases",
+                where=self.where,
+                remedy="No published Llama 4 has attention_bias; set it to false in config.json.",
+            )
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., in]`` times the layer's weights, plus ``bias``, as ``[..., out]`` in the dtype of ``x``."""
@@ -171,6 +180,8 @@ class Exl3LinearMethod(LinearMethodBase):
         output = torch.ops.vllm_exl3.linear(
             inputs, layer.trellis, layer.suh, layer.svh, None if mixed else bias, self.shards, self.layer_class
         )
+        if any(self.head_sizes):
+            output = self._reorder(output)
         if mixed:
             output = self._interleave(output, torch.nn.functional.linear(flat, layer.weight))
             if bias is not None:
@@ -182,6 +193,17 @@ class Exl3LinearMethod(LinearMethodBase):
         size = self.layout.rows[1]
         identity = torch.eye(size, dtype=torch.float32, device=layer.trellis.device)
         return self.apply(layer, identity).t().contiguous().to(layer.params_dtype)
+
+    def _reordered_heads(self) -> list[int]:
+        """Of each EXL3 slot, the size of the heads whose channels vLLM wants in another order, or 0."""
+        config, widths = self.config.pack.config, self.layout.logical_width
+        heads = [llama4.rotary_heads(config, part.key) for part in self.parts]
+        return [widths[slot.part] // heads[slot.part] if heads[slot.part] else 0 for slot in self.layout.exl3_slots]
+
+    def _reorder(self, output: torch.Tensor) -> torch.Tensor:
+        columns = output.split([slot.piece.crop_size for slot in self.layout.exl3_slots], dim=1)
+        pairs = zip(columns, self.head_sizes, strict=True)
+        return torch.cat([llama4.pairs_to_halves(values, size) if size else values for values, size in pairs], dim=1)
 
     def _interleave(self, exl3: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         columns, taken = [], {True: 0, False: 0}

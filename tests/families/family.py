@@ -1,0 +1,201 @@
+"""A tiny random model of any family: an EXL3 pack with the family's own tensor names, and its decoded dense twin.
+
+transformers makes the model from a configuration and saves it, which gives the names and the shapes that the family
+publishes. Every linear that a row of the table wants in EXL3 then becomes random trellises in the pack, and what they
+decode to in the twin. Stacked experts, which exllamav3 stores one by one, are cut up in the pack and stacked in the twin.
+"""
+
+import json
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.serving.dense_twin import dense_weight_of
+from tests.tiny_pack import Draft, Spec, linear
+from vllm_exl3.pack.stored import pad_to_block
+
+__all__ = ["Family", "Tensors", "write"]
+
+Tensors = dict[str, npt.NDArray[np.float32]]
+
+_NO_LINEARS = re.compile(
+    r"(^|[._])(embed|norm|conv|router|position|patch)|(^|\.)(gate|shared_expert_gate|wte|embeddings)$|embed_tokens|embedding"
+)
+"""Modules with a two-dimensional weight that exllamav3 leaves as they are, whatever the family."""
+
+_MUL1_RMS = 1.0003
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Attributes:
+        name: of the row.
+        config: what `transformers.AutoConfig.for_model` takes: ``model_type`` and the sizes.
+        architecture: transformers' class, where ``AutoModelForCausalLM`` does not choose it.
+        kind: what the row stands for; the first row of a kind is run by every ``make test``.
+        exl3: which of the modules that may be EXL3 are.
+        dense: which of them are not, all the same.
+        tied: the embedding is the head; the pack stores an EXL3 head all the same, of which the embedding is a copy.
+        stacked: how the family stacks its experts' weights: ``in_out`` for ``[experts, in, out]``, ``out_in``, or None.
+        rename: from a saved tensor's name to the one that exllamav3 writes, where they differ.
+        edit: changes what transformers saved, before anything is coded; for tensors that its class lacks.
+        edit_config: changes ``config.json``.
+        tensors: makes everything in place of transformers, for families that it does not have.
+        options: of the engine.
+        shows: what the report must say, if anything.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    architecture: str | None = None
+    kind: str = ""
+    exl3: str = ""
+    dense: str = r"^$"
+    tied: bool = False
+    stacked: str | None = None
+    rename: Callable[[str], str] = str
+    edit: Callable[[Tensors], None] | None = None
+    edit_config: Callable[[dict[str, Any]], None] | None = None
+    tensors: Callable[[], Tensors] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shows: tuple[str, ...] = ()
+
+    def is_exl3(self, key: str) -> bool:
+        """Whether the module of this name becomes EXL3."""
+        may = _NO_LINEARS.search(key) is None
+        return may and re.search(self.exl3, key) is not None and re.search(self.dense, key) is None
+
+
+def write(family: Family, folder: Path) -> tuple[Path, Path]:
+    """Write the pack and its twin.
+
+    Args:
+        family: a row of the table.
+        folder: where both go, as ``pack`` and ``twin``.
+
+    Returns:
+        The two folders.
+    """
+    config, saved = _saved(family)
+    pack: dict[str, Spec] = {}
+    twin: dict[str, Spec] = {}
+    for name, values in saved.items():
+        key, _, leaf = name.rpartition(".")
+        if leaf == "weight" and values.ndim == 2 and family.is_exl3(key):
+            _code(family.rename(key), name, values.shape, pack, twin)
+        elif family.stacked and values.ndim == 3 and ".experts" in name and family.is_exl3(name):
+            _code_stacked(family, name, values.shape, pack, twin)
+        else:
+            pack[family.rename(name)] = twin[name] = ("F32", values)
+    if family.tied:
+        _add_head(pack, twin)
+    twin_config = {**config, "dtype": "float32"}
+    declared = {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 4, "codebook": "mul1"}
+    Draft(pack, {**twin_config, "quantization_config": declared}).write(folder / "pack")
+    Draft(twin, twin_config).write(folder / "twin")
+    for target in (folder / "pack", folder / "twin"):
+        (target / "generation_config.json").write_text("{}")
+    return folder / "pack", folder / "twin"
+
+
+def _saved(family: Family) -> tuple[dict[str, Any], Tensors]:
+    """``config.json`` and the tensors, of a size that keeps activations near one."""
+    import torch
+    import transformers
+    from safetensors.numpy import load_file
+
+    torch.manual_seed(zlib.crc32(family.name.encode()))
+    rng = np.random.default_rng(zlib.crc32(family.name.encode()))
+    if family.tensors is not None:
+        config, tensors = dict(family.config), family.tensors()
+    else:
+        made = transformers.AutoConfig.for_model(**family.config)
+        auto = transformers.AutoModelForCausalLM.from_config
+        model = getattr(transformers, family.architecture)(made) if family.architecture else auto(made)
+        with tempfile.TemporaryDirectory() as scratch:
+            model.float().save_pretrained(scratch)
+            config = json.loads((Path(scratch) / "config.json").read_text())
+            tensors = {}
+            for path in sorted(Path(scratch).glob("*.safetensors")):
+                tensors |= load_file(path)
+    tensors = {name: _spread(name, values, rng) for name, values in tensors.items()}
+    if family.edit is not None:
+        family.edit(tensors)
+    if family.edit_config is not None:
+        family.edit_config(config)
+    return config, tensors
+
+
+def _spread(name: str, values: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Values as large as a trained model's: transformers begins with near zeros, under which attention averages."""
+    values = values.astype(np.float32)
+    if values.ndim < 2:
+        return (values * (1 + 0.1 * rng.standard_normal(values.shape))).astype(np.float32)
+    fan_in = 1 if "embed" in name else int(np.prod(values.shape[1:]))
+    return (rng.standard_normal(values.shape) * fan_in**-0.5).astype(np.float32)
+
+
+def _code(key: str, name: str, shape: tuple[int, ...], pack: dict[str, Spec], twin: dict[str, Spec]) -> None:
+    """Put random trellises into the pack and what they decode to into the twin."""
+    pack |= (tensors := _trellises(key, *shape))
+    twin[name] = ("F32", _decoded(tensors, key, *shape))
+
+
+def _code_stacked(
+    family: Family, name: str, shape: tuple[int, ...], pack: dict[str, Spec], twin: dict[str, Spec]
+) -> None:
+    """The same for ``gate_up_proj`` and ``down_proj`` of all experts of a layer in one tensor."""
+    experts, *sizes = shape
+    inputs, outputs = sizes if family.stacked == "in_out" else sizes[::-1]
+    base, _, leaf = name.removesuffix(".weight").rpartition(".")
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    stacked = []
+    for expert in range(experts):
+        rows = []
+        for part in parts:
+            key = family.rename(f"{base}.{expert}.{part}")
+            pack |= (tensors := _trellises(key, outputs // len(parts), inputs))
+            rows.append(_decoded(tensors, key, outputs // len(parts), inputs))
+        weight = np.concatenate(rows)
+        stacked.append(weight.T if family.stacked == "in_out" else weight)
+    twin[name] = ("F32", np.stack(stacked))
+
+
+def _add_head(pack: dict[str, Spec], twin: dict[str, Spec]) -> None:
+    """Let the embedding be what an EXL3 head decodes to, so that the twin, which has no head, computes the same."""
+    name = next(name for name in twin if name.endswith("embed_tokens.weight"))
+    shape = twin[name][1].shape
+    pack |= (tensors := _trellises("lm_head", *shape))
+    pack[name] = twin[name] = ("F32", _decoded(tensors, "lm_head", *shape))
+
+
+def _trellises(key: str, outputs: int, inputs: int) -> dict[str, Spec]:
+    """The tensors of one mul1 linear of 4 bits, padded, that gives about as much as it takes."""
+    tensors = linear(key, pad_to_block(inputs), pad_to_block(outputs), bits=4)
+    rng = np.random.default_rng(zlib.crc32(key.encode()))
+    for leaf, width, size in (("suh", inputs, inputs**-0.5 / _MUL1_RMS), ("svh", outputs, 1.0)):
+        values = np.zeros(pad_to_block(width))
+        values[:width] = rng.choice([-1.0, 1.0], width) * rng.uniform(0.8, 1.2, width) * size
+        tensors[f"{key}.{leaf}"] = ("F16", values.astype(np.float16))
+    return tensors
+
+
+def _decoded(tensors: dict[str, Spec], key: str, outputs: int, inputs: int) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(dense_weight_of(tensors, key)[:outputs, :inputs])
+
+
+def first_of_kinds(families: Iterator[Family]) -> Iterator[tuple[Family, bool]]:
+    """Every row, and whether it is the first of its kind."""
+    seen: set[str] = set()
+    for family in families:
+        yield family, bool(family.kind) and family.kind not in seen
+        seen.add(family.kind)

@@ -1,0 +1,34 @@
+"""Every family whose packs exist: its pack gives the logits of its decoded dense twin, in the same stock vLLM."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.families.compare import BOUND, compare
+from tests.families.family import Family, first_of_kinds, write
+from tests.families.rows import FAMILIES
+from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_ranks
+
+
+def _rows() -> list[object]:
+    return [
+        pytest.param(family, id=family.name, marks=() if first else pytest.mark.slow)
+        for family, first in first_of_kinds(iter(FAMILIES))
+    ]
+
+
+@pytest.mark.parametrize("family", _rows())
+def test_logits_are_those_of_the_decoded_twin(family: Family, tmp_path: Path) -> None:
+    compared = compare(family, tmp_path)
+    print(compared)
+    assert compared.error <= BOUND and compared.worst <= 2 * BOUND and compared.same_tokens, compared
+    assert all(text in compared.report for text in family.shows), compared.report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama4_text"])
+def test_two_ranks_continue_alike(name: str, tmp_path: Path) -> None:
+    pack, _ = write(next(family for family in FAMILIES if family.name == name), tmp_path)
+    with engine(pack) as llm:
+        expected = generate(llm, PROMPTS, 8)
+    assert generate_on_two_ranks(pack, 8) == expected
