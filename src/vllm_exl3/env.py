@@ -10,6 +10,7 @@ from vllm_exl3.env_variable import (
     VariableError,
     choice,
     existing_or_new_folder,
+    mebibytes_or_unlimited,
     ngram_kernel,
     rows_or_auto,
     whole,
@@ -19,6 +20,7 @@ from vllm_exl3.env_variable import (
 __all__ = [
     "CACHE",
     "CPU_ISA",
+    "DECODE_LIMIT",
     "DEPENDENT_LAUNCH",
     "EMBEDDING_KERNEL",
     "FAT_THRESHOLD",
@@ -144,6 +146,14 @@ RECONSTRUCT_MB = Variable(
     "time; at least one block of 128 columns is decoded.",
 )
 
+DECODE_LIMIT = Variable(
+    "VLLM_EXL3_DECODE_LIMIT",
+    "unlimited",
+    mebibytes_or_unlimited,
+    "How many MiB of weights a rank may decode while loading, for modules that vLLM builds or reads without "
+    "quantization; start-up stops where they would take more. The report names them and what they take.",
+)
+
 EMBEDDING_KERNEL = Variable(
     "VLLM_EXL3_EMBEDDING_KERNEL",
     "auto",
@@ -266,6 +276,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     FUSED_TEMP_ROWS,
     FAT_THRESHOLD,
     RECONSTRUCT_MB,
+    DECODE_LIMIT,
     EMBEDDING_KERNEL,
     NGRAM_KERNEL,
     NGRAM_TABLE,

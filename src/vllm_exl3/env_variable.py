@@ -16,6 +16,7 @@ __all__ = [
     "VariableError",
     "choice",
     "existing_or_new_folder",
+    "mebibytes_or_unlimited",
     "ngram_kernel",
     "rows_or_auto",
     "whole",
@@ -128,6 +129,11 @@ def existing_or_new_folder(text: str) -> str:
 def rows_or_auto(text: str) -> int | None:
     """Take a number of rows, or ``auto``, which is None."""
     return None if text.lower() == "auto" else whole(0)(text)
+
+
+def mebibytes_or_unlimited(text: str) -> int | None:
+    """Take a size in MiB, or ``unlimited``, which is None."""
+    return None if text.lower() == "unlimited" else whole(0, 1 << 24)(text)
 
 
 def yes_or_no(text: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.tiny_pack import Draft, linear, llama
 from vllm_exl3.pack import Exl3PackError, NameResolver, Pack
+from vllm_exl3.pack.spelling import renamed
 
 LLAMA = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 PHI3 = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_up_proj"]}
@@ -277,9 +278,21 @@ def test_leftovers_are_an_error_unless_skipped_on_purpose(pack_of: MakePack) -> 
 def test_experts_that_no_module_finds_are_told_with_those_that_lack_theirs(pack_of: MakePack) -> None:
     keys = [f"model.layers.0.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
     resolver = NameResolver(pack_of(*keys))
-    assert resolver.resolve_experts("model.layers.0.block_sparse_moe.experts") is None
-    with pytest.raises(Exl3PackError, match=r"without a match: model\.layers\.0\.block_sparse_moe\.experts"):
+    assert resolver.resolve_experts("model.layers.1.block_sparse_moe.experts") is None
+    with pytest.raises(Exl3PackError, match=r"without a match: model\.layers\.1\.block_sparse_moe\.experts"):
         resolver.raise_if_unmatched()
+
+
+def test_experts_under_another_prefix_are_the_only_ones_of_their_layer(pack_of: MakePack) -> None:
+    keys = [
+        f"{mlp}.experts.0.{name}"
+        for mlp in ("model.layers.0.block_sparse_moe", "model.layers.1.mlp", "model.layers.1.other")
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    resolver = NameResolver(pack_of(*keys))
+    group = resolver.resolve_experts("model.layers.0.mlp.experts")
+    assert group is not None and group.key == "model.layers.0.block_sparse_moe"
+    assert resolver.resolve_experts("model.layers.1.neither.experts") is None
 
 
 def test_modules_that_have_their_tensors_are_not_said_to_lack_them(pack_of: MakePack) -> None:
@@ -329,3 +342,17 @@ def test_a_layer_s_own_output_is_no_head(pack_of: MakePack) -> None:
     resolver = NameResolver(pack_of("lm_head", "model.layers.0.attention.dense"))
     assert resolver.resolve("model.layers.0.attention.output") is None
     assert _keys(resolver, "model.output") == ["lm_head"]
+
+
+def test_an_inner_class_renames_below_its_wrapper() -> None:
+    def inner(name: str) -> str | None:
+        return f"self_decoder.{name}" if name.startswith("altup.") else name
+
+    def outer(name: str) -> str | None:
+        return name.replace("model.language_model.", "language_model.model.") if name.startswith("model.") else name
+
+    assert renamed("model.altup.0.weight", inner) == "model.self_decoder.altup.0.weight"
+    assert renamed("model.layers.0.altup.weight", inner) == "model.layers.0.altup.weight"
+    assert renamed("model.language_model.layers.0.x.weight", outer) == "language_model.model.layers.0.x.weight"
+    assert renamed("language_model.model.layers.0.x.weight", outer) == "language_model.model.layers.0.x.weight"
+    assert renamed("dropped.weight", lambda name: None) == "dropped.weight"

@@ -35,6 +35,7 @@ from vllm_exl3.pack.stored import (
 __all__ = ["NameResolver"]
 
 _SLICE = re.compile(r"^(?P<key>.+)\.slice\.(?P<index>\d+)$")
+_IN_LAYER = re.compile(r"^(?:.*\.)?layers\.\d+\.")
 _SAMPLES = 4
 
 
@@ -84,6 +85,10 @@ class NameResolver:
             Exl3PackError: the name fits several modules, or only some parts of a fused one are stored.
         """
         self._asked.append(prefix)
+        return self.find(prefix)
+
+    def find(self, prefix: str) -> Resolution | None:
+        """The same for a name that need not be a module's of the model, such as another path to one."""
         keys = self._keys(prefix)
         if keys is None:
             return None
@@ -101,10 +106,19 @@ class NameResolver:
     def resolve_experts(self, prefix: str) -> ExpertGroup | None:
         """The routed experts for ``<mlp>.experts``; every one of their linears counts as claimed."""
         self._asked.append(prefix)
-        group = self._experts.get(self._canonical_mlp(prefix.removesuffix(".experts")))
+        group = self._expert_group(prefix.removesuffix(".experts"))
         if group is not None:
             self._claimed.update(key for roles in group.members.values() for key in roles.values())
         return group
+
+    def _expert_group(self, mlp: str) -> ExpertGroup | None:
+        """The experts under this name, or else the only ones of the layer: some classes give them another prefix."""
+        name = self._canonical_mlp(mlp)
+        if (group := self._experts.get(name)) is not None:
+            return group
+        match = _IN_LAYER.match(name)
+        others = [key for key in self._experts if match is not None and key.startswith(match[0])]
+        return self._experts[others[0]] if len(others) == 1 else None
 
     def unclaimed(self, skip: Callable[[str], str | None] | None = None) -> list[str]:
         """EXL3 linears that no module asked for and no rule skips.
@@ -211,7 +225,7 @@ class NameResolver:
     def _has_match(self, prefix: str) -> bool:
         """Whether the pack stores something for a module, for messages."""
         if prefix.endswith(".experts"):
-            stored = self._canonical_mlp(prefix.removesuffix(".experts")) in self._experts
+            stored = self._expert_group(prefix.removesuffix(".experts")) is not None
             return stored or any(name.startswith(f"{prefix}.") for name in self.pack.tensors)  # in 16 bits
         try:
             return self._keys(prefix) is not None

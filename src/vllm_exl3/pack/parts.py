@@ -26,6 +26,11 @@ class Part:
     slices: tuple[StoredLinear, ...] = ()
     slice_axis: Literal["in", "out"] | None = None
 
+    @property
+    def linears(self) -> tuple[StoredLinear, ...]:
+        """Its EXL3 linears: one, none, or one of each slice."""
+        return self.slices or ((self.linear,) if self.linear is not None else ())
+
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
@@ -37,4 +42,4 @@ class Resolution:
     @property
     def linears(self) -> tuple[StoredLinear, ...]:
         """The EXL3 linears among the parts."""
-        return tuple(part.linear for part in self.parts if part.linear is not None)
+        return tuple(linear for part in self.parts for linear in part.linears)

@@ -1,7 +1,7 @@
 """How models spell module names: wrappers, fused projections, heads, embeddings, draft layers."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_exl3.pack.metadata import text_configs
@@ -15,23 +15,26 @@ __all__ = [
     "is_head_name",
     "is_outside_layers",
     "keys_are_values",
+    "renamed",
 ]
 
 WRAPPERS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "base_model"})
 """Leading components that only say which wrapper class holds the text model."""
 
-EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings")
-HEAD_NAMES = ("lm_head", "embed_out", "output")
+EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings", "embed")
+HEAD_NAMES = ("lm_head", "embed_out", "output", "head")
 
 SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "qkv_proj": (("q_proj", "k_proj", "v_proj"),),
     "qkv": (("q", "k", "v"), ("q_proj", "k_proj", "v_proj")),
     "query_key_value": (("q_proj", "k_proj", "v_proj"),),
-    "gate_up_proj": (("gate_proj", "up_proj"),),
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "kv_proj": (("k_proj", "v_proj"), ("key_proj", "value_proj")),
     "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
     "in_proj_ba": (("in_proj_b", "in_proj_a"),),
     "fused_qkv_a_proj": (("q_a_proj", "kv_a_proj_with_mqa"),),
+    "fused_wqa_wkv": (("wq_a", "wkv"),),
+    "fused_wkv_wgate": (("wkv", "wgate"),),
 }
 """Unfused names that exllamav3 stores where the source model, and so vLLM's class, has a fused one."""
 
@@ -66,6 +69,26 @@ def canonical(name: str, main_layers: int) -> str:
     while len(parts) > 1 and parts[0] in WRAPPERS:
         del parts[0]
     return ".".join(parts)
+
+
+def renamed(name: str, rename: Callable[[str], str | None]) -> str:
+    """A tensor's name after one class' renaming, whose prefixes may begin below the wrappers of that class.
+
+    Args:
+        name: in the checkpoint, or as an outer class has renamed it.
+        rename: gives the new name, or None for what the class drops, which keeps its name here.
+    """
+    if (found := rename(name)) != name:
+        return found or name
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        if parts[count - 1] not in WRAPPERS:
+            break
+        below = ".".join(parts[count:])
+        found = rename(below)
+        if found is not None and found != below and canonical(found, 0) != canonical(below, 0):
+            return ".".join([*parts[:count], found])
+    return name
 
 
 def keys_are_values(config: Mapping[str, Any]) -> bool:

@@ -10,8 +10,8 @@ __all__ = ["unserved"]
 
 def unserved(pack: Pack) -> Iterator[Exl3PackError]:
     """Parts of a sound pack that this version cannot serve."""
-    for key in [key for key in pack.linears if ".slice." in key][:1]:
-        yield _refusal(pack, f"an MLP stored in slices ({key})", "sliced MLPs")
+    for key in [key for key in pack.linears if ".slice." in key and ".experts." in key][:1]:
+        yield _refusal(pack, f"a routed expert stored in slices ({key})", "sliced experts")
 
 
 def _refusal(pack: Pack, found: str, what: str) -> Exl3PackError:

@@ -23,6 +23,7 @@ from vllm_exl3.pack.check import check
 from vllm_exl3.pack.metadata import architectures
 from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.pack.parts import Resolution
+from vllm_exl3.pack.spelling import renamed
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
 from vllm_exl3.serving.capability import LEAST_CAPABILITY, refuse_old_gpus
@@ -44,6 +45,7 @@ from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, check_tables_claimed, is_draft
 from vllm_exl3.serving.transformers_backend import check_logit_factors
 from vllm_exl3.serving.vocabulary import VocabularyMethods
+from vllm_exl3.serving.whole_model import watch_loading
 
 __all__ = ["Exl3Config"]
 
@@ -231,6 +233,7 @@ class Exl3Config(QuantizationConfig):
         check_load_format(current, self.source or "the pack")
         check_logit_factors(current, self.source or "the pack")
         let_compiled_kernels_overlap(current)
+        watch_loading(current)
         prefix = prefix.removeprefix(_DRAFT_PREFIX)
         if isinstance(layer, ParallelLMHead):
             return self._vocabulary.head(prefix)
@@ -313,5 +316,5 @@ class Exl3Config(QuantizationConfig):
         """A checkpoint tensor's name as the model's classes rename it."""
         for mapper in self.mappers:
             rename: Callable[[str], str | None] = getattr(mapper, "map_name", None) or mapper._map_name
-            name = rename(name) or name
+            name = renamed(name, rename)
         return name

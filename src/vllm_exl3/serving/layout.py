@@ -237,7 +237,7 @@ def layer_outputs(layer: torch.nn.Module, sizes: Sequence[int], total: int) -> l
 
 def _take_covered(where: str, part: Part, remaining: list[Output], *, last: bool) -> list[Output]:
     """Remove from ``remaining`` the outputs that one stored tensor spans, by its stored width."""
-    width = part.linear.out_features if part.linear is not None else part.dense.shape[0] if part.dense else 0
+    width = _stored_width(part)
     covered: list[Output] = []
     while remaining:
         total = sum(output.total for output in covered)
@@ -262,8 +262,16 @@ _REPEATED = (
 )
 
 
+def _stored_width(part: Part) -> int:
+    """Output channels as stored: slices of a linear lie side by side, or add up over the inputs."""
+    if not part.linears:
+        return part.dense.shape[0] if part.dense else 0
+    widths = [linear.out_features for linear in part.linears]
+    return widths[0] if part.slice_axis == "in" else sum(widths)
+
+
 def _fits(part: Part, width: int, total: int) -> bool:
-    return width == total if part.linear is None else width == pad_to_block(total)
+    return width == pad_to_block(total) if part.linears else width == total
 
 
 def _ranges(outputs: Sequence[Output]) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from vllm_exl3.pack.parts import Part
 from vllm_exl3.serving.delegate import plain_experts, says_plain
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
+from vllm_exl3.serving.plain_layers import wants_a_matrix
 from vllm_exl3.serving.unloaded import watched, watched_experts
 
 if TYPE_CHECKING:
@@ -23,8 +24,11 @@ _DECLARED = "in the format that non_routed_quantization declares"
 
 def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> QuantizeMethodBase:
     """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
-    resolution = config.resolve(prefix)
+    resolution = config.names().resolve(prefix)
     parts = resolution.parts if resolution is not None else ()
+    if any(part.slices for part in parts) or (parts and wants_a_matrix(config.pack.config, prefix)):
+        return UnquantizedLinearMethod()  # which `DecodedModules` finds once the model is built
+    config.claimed.update(part.key for part in parts)
     if any(part.linear is not None for part in parts):
         return Exl3LinearMethod(config, prefix, parts)
     keys = [part.key for part in parts]

@@ -65,6 +65,11 @@ class Report:
         """Note a layer that is not EXL3, and how it is served instead."""
         self.dense[where] = why
 
+    def add_decoded(self, where: str, nbytes: int) -> None:
+        """Note a module that takes its weight decoded, and the bytes of that on this rank."""
+        self.dense[where] = "decoded while loading, since vLLM builds or reads them without quantization"
+        self.bytes["decoded weights"] += nbytes
+
     def embedding_ready(self, where: str, kind: str, nbytes: int) -> None:
         """Note a loaded embedding: how it is coded or that it is dense, and its bytes on this rank."""
         self.embeddings[where] = kind

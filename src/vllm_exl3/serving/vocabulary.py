@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
-from vllm_exl3.pack.stored import StoredRowTable, StoredScaledTable
+from vllm_exl3.pack.stored import StoredLinear, StoredRowTable, StoredScaledTable, pad_to_block
 from vllm_exl3.serving.drafts import draft_being_built
 from vllm_exl3.serving.embedding import QuantizedEmbeddingMethod, Table
 from vllm_exl3.serving.head import Exl3EmbeddingMethod, Exl3HeadMethod
@@ -76,7 +76,7 @@ class VocabularyMethods:
         from vllm.distributed import get_pp_group
 
         config, key = self._config, self._own_head_key()
-        if key is None or key in config.claimed or len(self.embeddings) != 1:
+        if key is None or key in config.claimed:
             return
         if is_draft(config.pack, config.claimed):
             return  # the draft is given the main model's head
@@ -85,12 +85,27 @@ class VocabularyMethods:
         tables = (*config.pack.embeddings, *config.pack.dense)
         table = next((name for name in tables if is_embedding_name(name)), None)
         resolution = config.resolve(config.map_name(f"{key}.trellis").removesuffix(".trellis"))
-        if table is None or resolution is None:
+        carrier = self._head_carrier(config.pack.linears[key])
+        if table is None or resolution is None or carrier is None:
             return
-        layer, method = self.embeddings[0]
+        layer, method = carrier
         method.attach_head(layer, key, resolution.parts)
         holder = f"{table}.head." if table in config.pack.embeddings else f"{table}."
         self.head_rename = {re.compile(rf"^{re.escape(key)}\.(?=[^.]+$)"): holder}
+
+    def _head_carrier(
+        self, head: StoredLinear
+    ) -> tuple[VocabParallelEmbedding, Exl3EmbeddingMethod | QuantizedEmbeddingMethod] | None:
+        """The one embedding that a model without a head can multiply by, or None where that is not clear."""
+        fitting = [
+            (layer, method)
+            for layer, method in self.embeddings
+            if pad_to_block(layer.embedding_dim) == head.in_features
+            and pad_to_block(layer.org_vocab_size) == head.out_features
+        ]
+        if len(fitting) > 1:  # embeddings of each layer's own (Gemma 3n) have other names; vLLM 0.30's have none
+            fitting = [pair for pair in fitting if is_embedding_name(getattr(pair[0], "prefix", "") or "embed_tokens")]
+        return fitting[0] if len(fitting) == 1 else None
 
     def _own_head_key(self) -> str | None:
         return next((key for key in self._config.pack.linears if is_head_name(key)), None)

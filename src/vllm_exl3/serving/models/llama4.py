@@ -2,8 +2,8 @@
 
 Meta's weights rotate neighbouring channels of a head, vLLM's kernel the two halves of it. So
 ``Llama4ForCausalLM.permute_qk_weight_for_rotary`` reorders the rows of ``weight``, ``weight_packed`` and
-``weight_scale`` of ``q_proj`` and ``k_proj`` while they are loaded. A trellis mixes 128 rows, so here the layer's output
-is reordered instead. Applies to vLLM 0.30 to 0.33; a contract test holds it against vLLM's own function.
+``weight_scale`` of ``q_proj`` and ``k_proj`` while they are loaded. A trellis mixes 128 rows, so here the layer's
+output is reordered instead. Applies to vLLM 0.30 to 0.33; a contract test holds it against vLLM's own function.
 """
 
 from collections.abc import Mapping
