@@ -25,7 +25,7 @@ SERVING = [path.name for path in FILES]
 ALL_SLOW = {path.name for path in FILES if "\npytestmark = pytest.mark.slow\n" in path.read_text()}
 """Files that hold slow tests only."""
 
-CONTRACT = "tests/versions/test_contract.py"
+CONTRACT = ("tests/versions/test_contract.py", "tests/versions/test_weight_places.py", "tests/serving/test_llama4.py")
 SERVED = "tests/serving/test_moe.py::test_logits_are_exllamav3s[qwen3_moe-3.0-mul1]"
 
 
@@ -58,7 +58,7 @@ def test_the_trees_are_other_releases() -> None:
 
 @pytest.mark.parametrize("release", OTHERS)
 def test_linears_and_experts(release: str) -> None:
-    run_in(release, CONTRACT, *([SERVED] if release == OTHERS[-1] else []))
+    run_in(release, *CONTRACT, *([SERVED] if release == OTHERS[-1] else []))
 
 
 @pytest.mark.slow
