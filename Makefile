@@ -72,6 +72,7 @@ wheels: $(BUILD_READY)
 docs: $(PROJECT_READY)
 	$(PY) scripts/environment_page.py
 	$(PY) scripts/readme_tables.py
+	$(PY) scripts/models_page.py
 
 setup: $(PROJECT_READY)
 

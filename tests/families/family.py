@@ -2,14 +2,14 @@
 
 transformers makes the model from a configuration and saves it, which gives the names and the shapes that the family
 publishes. Every linear that a row of the table wants in EXL3 then becomes random trellises in the pack, and what they
-decode to in the twin. Stacked experts, which exllamav3 stores one by one, are cut up in the pack and stacked in the twin.
+decode to in the twin. What exllamav3 stores apart (stacked experts, fused projections) is cut up in the pack alone.
 """
 
 import json
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.serving.dense_twin import dense_weight_of
 from tests.tiny_pack import Draft, Spec, linear
 from vllm_exl3.pack.stored import pad_to_block
 
-__all__ = ["Family", "Tensors", "write"]
+__all__ = ["Family", "Tensors", "first_of_kinds", "sizes", "write"]
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 
@@ -30,6 +30,7 @@ _NO_LINEARS = re.compile(
 )
 """Modules with a two-dimensional weight that exllamav3 leaves as they are, whatever the family."""
 
+_IN_MLP = re.compile(r"mlp\.(gate|up|down)_proj$")
 _MUL1_RMS = 1.0003
 
 
@@ -44,13 +45,17 @@ class Family:
         kind: what the row stands for; the first row of a kind is run by every ``make test``.
         exl3: which of the modules that may be EXL3 are.
         dense: which of them are not, all the same.
+        also: modules that are EXL3 although exllamav3 leaves modules of such names as they are.
+        slices: how many slices the linears of an MLP are stored in.
         tied: the embedding is the head; the pack stores an EXL3 head all the same, of which the embedding is a copy.
+        unfused: modules that exllamav3 cuts up, by their last component: the parts, each with its outputs.
         stacked: how the family stacks its experts' weights: ``in_out`` for ``[experts, in, out]``, ``out_in``, or None.
         rename: from a saved tensor's name to the one that exllamav3 writes, where they differ.
         edit: changes what transformers saved, before anything is coded; for tensors that its class lacks.
-        edit_config: changes ``config.json``.
+        published: keys of the family's published ``config.json`` that transformers does not write.
         tensors: makes everything in place of transformers, for families that it does not have.
         options: of the engine.
+        gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
         shows: what the report must say, if anything.
     """
 
@@ -60,19 +65,50 @@ class Family:
     kind: str = ""
     exl3: str = ""
     dense: str = r"^$"
+    also: str = r"^$"
+    slices: int = 1
     tied: bool = False
+    unfused: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     stacked: str | None = None
     rename: Callable[[str], str] = str
     edit: Callable[[Tensors], None] | None = None
-    edit_config: Callable[[dict[str, Any]], None] | None = None
+    published: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[], Tensors] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    gpu: str = ""
     shows: tuple[str, ...] = ()
 
     def is_exl3(self, key: str) -> bool:
         """Whether the module of this name becomes EXL3."""
+        if re.search(self.also, key):
+            return True
         may = _NO_LINEARS.search(key) is None
         return may and re.search(self.exl3, key) is not None and re.search(self.dense, key) is None
+
+
+def sizes(model_type: str, *, without: Sequence[str] = (), **others: Any) -> dict[str, Any]:
+    """The configuration of two small layers; heads of 32, two of four for keys, whose 64 channels a pack pads to 128.
+
+    Args:
+        model_type: transformers' name of the family.
+        without: keys that this family does not have.
+        others: further keys, or other values.
+    """
+    config = {
+        "model_type": model_type,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 640,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {**{name: value for name, value in config.items() if name not in without}, **others}
 
 
 def write(family: Family, folder: Path) -> tuple[Path, Path]:
@@ -91,7 +127,12 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
     for name, values in saved.items():
         key, _, leaf = name.rpartition(".")
         if leaf == "weight" and values.ndim == 2 and family.is_exl3(key):
-            _code(family.rename(key), name, values.shape, pack, twin)
+            base, _, last = key.rpartition(".")
+            if last in family.unfused:
+                _code_unfused(base, name, family.unfused[last], values.shape[1], pack, twin)
+            else:
+                count = family.slices if _IN_MLP.search(key) else 1
+                _code(family.rename(key), name, values.shape, pack, twin, count)
         elif family.stacked and values.ndim == 3 and ".experts" in name and family.is_exl3(name):
             _code_stacked(family, name, values.shape, pack, twin)
         else:
@@ -130,9 +171,7 @@ def _saved(family: Family) -> tuple[dict[str, Any], Tensors]:
     tensors = {name: _spread(name, values, rng) for name, values in tensors.items()}
     if family.edit is not None:
         family.edit(tensors)
-    if family.edit_config is not None:
-        family.edit_config(config)
-    return config, tensors
+    return {**config, **family.published}, tensors
 
 
 def _spread(name: str, values: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[np.float32]:
@@ -144,10 +183,30 @@ def _spread(name: str, values: npt.NDArray[Any], rng: np.random.Generator) -> np
     return (rng.standard_normal(values.shape) * fan_in**-0.5).astype(np.float32)
 
 
-def _code(key: str, name: str, shape: tuple[int, ...], pack: dict[str, Spec], twin: dict[str, Spec]) -> None:
+def _code(
+    key: str, name: str, shape: tuple[int, ...], pack: dict[str, Spec], twin: dict[str, Spec], slices: int = 1
+) -> None:
     """Put random trellises into the pack and what they decode to into the twin."""
-    pack |= (tensors := _trellises(key, *shape))
-    twin[name] = ("F32", _decoded(tensors, key, *shape))
+    axis = 1 if slices > 1 and key.endswith("down_proj") else 0
+    part = [size // slices if index == axis else size for index, size in enumerate(shape)]
+    decoded = []
+    for index in range(slices):
+        piece = key if slices == 1 else f"{key}.slice.{index}"
+        pack |= (tensors := _trellises(piece, *part))
+        decoded.append(_decoded(tensors, piece, *part))
+    twin[name] = ("F32", np.concatenate(decoded, axis))
+
+
+def _code_unfused(
+    base: str, name: str, parts: Sequence[tuple[str, int]], inputs: int, pack: dict[str, Spec], twin: dict[str, Spec]
+) -> None:
+    """The same for a projection that the family fuses, and the pack stores in parts."""
+    decoded = []
+    for part, outputs in parts:
+        key = f"{base}.{part}"
+        pack |= (tensors := _trellises(key, outputs, inputs))
+        decoded.append(_decoded(tensors, key, outputs, inputs))
+    twin[name] = ("F32", np.concatenate(decoded))
 
 
 def _code_stacked(
@@ -193,7 +252,7 @@ def _decoded(tensors: dict[str, Spec], key: str, outputs: int, inputs: int) -> n
     return np.ascontiguousarray(dense_weight_of(tensors, key)[:outputs, :inputs])
 
 
-def first_of_kinds(families: Iterator[Family]) -> Iterator[tuple[Family, bool]]:
+def first_of_kinds(families: Iterable[Family]) -> Iterator[tuple[Family, bool]]:
     """Every row, and whether it is the first of its kind."""
     seen: set[str] = set()
     for family in families:
