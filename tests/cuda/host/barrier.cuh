@@ -20,6 +20,7 @@ inline void mbarrier_init_visible() {}
 inline void mbarrier_arrive(u32 barrier) { ++host_barriers[barrier].arrived, host_barriers[barrier].check(); }
 inline void mbarrier_expect(u32 barrier, u32 bytes) { host_barriers[barrier].bytes += bytes, mbarrier_arrive(barrier); }
 inline void mbarrier_wait(u32 barrier, u32 phase) { while (host_barriers[barrier].phase == phase) switch_thread(); }
+inline void mbarrier_wait_cluster(u32 barrier, u32 phase) { mbarrier_wait(barrier, phase); }
 inline bool one_lane() { return collect(0, [](auto&, int lane) { return lane == 7; }); }
 inline void copy_to_shared(u32 target, const u8* source, u32 bytes, u32 barrier) {
     if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) stop("a bulk copy that is not of whole 16 bytes");
