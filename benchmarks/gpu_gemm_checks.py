@@ -307,7 +307,8 @@ def check_spikes(checks: Checks, seed: int) -> None:
             for cut in (None, GemmCut(4, False)):
                 found = run(checks, f"spikes {width} {cut}", x, tensors, None, (shard,), cut)
                 for row, name in enumerate(rows):
-                    limit = 3e-7 * width if name == "signed" else 1e-3
+                    # 1.1e-2 at 28672 inputs in one chain of sums, which no chosen cut makes (docs/kernels-gpu.md).
+                    limit = 5e-7 * width if name == "signed" else 1e-3
                     checks.compare(f"{name} {width} {dtype} {cut}", f"spikes {name}", found[row], expected[row], limit)
 
 

@@ -106,7 +106,7 @@ KINDS = tuple((h, c) for c in Codebook for h in HALF_BITS if h % 2 == 0 or c == 
 
 def sample_of_kinds(seed: int, each: int = 2) -> list[tuple[int, Codebook]]:
     """Some K of every codebook, and one that is no whole number: other ones for every seed."""
-    chooser = random.Random(seed)
+    chooser = random.Random(seed)  # noqa: S311  not for secrets
     whole = [[kind for kind in KINDS if kind[1] == codebook and kind[0] % 2 == 0] for codebook in Codebook]
     sampled = [kind for kinds in whole for kind in chooser.sample(kinds, each)]
     return [*sampled, chooser.choice([kind for kind in KINDS if kind[0] % 2])]

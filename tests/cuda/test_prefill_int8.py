@@ -159,13 +159,15 @@ def test_it_serves_where_it_was_measured_to_win() -> None:
 def test_the_report_says_what_is_served() -> None:
     from vllm_exl3.cuda.precision import summary
 
-    good, coarse = Shard(8, 2, 4096, 1024, 0, 1024), Shard(12, 2, 4096, 1024, 0, 1024)
-    layers = [tuple(pack_shards(layer)) for layer in ((good,), (good, good), (coarse,))]
+    small, large = Shard(8, 2, 4096, 1024, 0, 1024), Shard(8, 2, 4096, 14336, 0, 14336)
+    coarse = Shard(12, 2, 4096, 14336, 0, 14336)
+    layers = [tuple(pack_shards(layer)) for layer in ((small,), (large, small), (coarse,))]
+    too_coarse = "1 in default arithmetic: int8 is too coarse for more than 4 bits"
     assert summary(layers, H200) == [
-        f"fast, int8 from {prefill_int8.LEAST_ROWS} tokens on: 2 of 3 linears; "
-        "1 in default arithmetic: int8 is too coarse for more than 4 bits",
-        "fast, int8 for 5 to 8 tokens: 2 of 3 linears; "
-        "1 in default arithmetic: int8 is too coarse for more than 4 bits",
+        f"fast, int8 from {prefill_int8.LEAST_ROWS} tokens on: 2 of 3 linears; {too_coarse}",
+        "fast, int8 for 17 to 128 tokens: 1 of 3 linears; "
+        f"1 in default arithmetic: the layer is too small to gain; {too_coarse}",
+        f"fast, int8 for 5 to 8 tokens: 2 of 3 linears; {too_coarse}",
     ]
     assert summary(layers, typical_limits("sm_89"))[0] == (
         f"fast, int8 from {prefill_int8.LEAST_ROWS} tokens on: 0 of 3 linears; "

@@ -5,9 +5,14 @@ A key is how a sentence begins: the bold words of a limitation, the first cell o
 """
 
 LIMITATIONS: dict[str, tuple[str, ...]] = {
-    "MLPs stored in slices": (
+    "Routed experts stored in slices": (
         "serving/test_register.py::test_what_is_not_served_yet_is_refused_before_the_model_is_built",
     ),
+    "Layers whose matrix vLLM's own": ("versions/test_weight_places.py",),
+    "Modules that vLLM builds": ("serving/test_decoding.py", "families/test_families.py"),
+    "Models in GPTQ or AWQ on CPUs": ("serving/test_embedding.py::test_gptq_and_awq_models_keep_their_linears",),
+    "The NEON kernels for aarch64": ("ops/test_aarch64.py",),
+    "mcg and 3INST on CPUs": ("cpu/cpu_linear_isa.json",),
     "EPLB or LoRA for routed experts": (
         "serving/test_moe_refusals.py::test_what_is_not_served_is_refused_when_built",
         "serving/test_lora.py::test_adapters_on_routed_experts_are_refused_with_what_to_name_instead",
@@ -79,6 +84,7 @@ LIMITATIONS: dict[str, tuple[str, ...]] = {
 }
 
 MATRIX: dict[str, tuple[str, ...]] = {
+    "modules that vLLM builds or reads": ("serving/test_decoding.py", "families/test_families.py"),
     "K = 1, 2, 3": ("ops/test_cpu_linear.py::test_linear_of_every_rate_codebook_and_instruction_set",),
     "codebooks 3INST": ("ops/test_cpu_linear.py::test_all_65536_states_decode_exactly",),
     "different K, codebooks": (
