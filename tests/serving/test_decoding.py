@@ -19,6 +19,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(ROUTER, tmp_path_factory.mktemp("router"))[0]
 
 
+@pytest.mark.slow
 def test_a_limit_refuses_and_names_the_modules(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_EXL3_DECODE_LIMIT", "0")
     message = r"2\.0 KiB of weights .*mlp\.gate.*at most 0 MiB, as VLLM_EXL3_DECODE_LIMIT says"

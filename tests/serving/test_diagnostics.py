@@ -176,7 +176,8 @@ def test_a_process_that_ends_says_nothing_of_its_counters() -> None:
     """Its folder is gone then, which is no fault of anyone's."""
     environment = {name: value for name, value in os.environ.items() if "METRICS_FOLDER" not in name}
     ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("left False\n", "")
+    said = [line for line in ended.stderr.splitlines() if "processors" not in line]  # of a busy machine
+    assert (ended.stdout, said) == ("left False\n", [])
 
 
 def test_with_several_front_processes_prometheus_adds_up(tmp_path: Path) -> None:
