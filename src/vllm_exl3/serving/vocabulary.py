@@ -84,9 +84,11 @@ class VocabularyMethods:
             return  # the head is another pipeline stage's
         tables = (*config.pack.embeddings, *config.pack.dense)
         table = next((name for name in tables if is_embedding_name(name)), None)
-        resolution = config.resolve(config.map_name(f"{key}.trellis").removesuffix(".trellis"))
         carrier = self._head_carrier(config.pack.linears[key])
-        if table is None or resolution is None or carrier is None:
+        if table is None or carrier is None:
+            return  # before the head is resolved, which would claim it: a head without a layer is refused
+        resolution = config.resolve(config.map_name(f"{key}.trellis").removesuffix(".trellis"))
+        if resolution is None:
             return
         layer, method = carrier
         method.attach_head(layer, key, resolution.parts)
