@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, Arithmetic, GpuLimits, ShardOffsets, check_shards, round_up
-from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard
+from vllm_exl3.cuda.geometry import (
+    MAX_SHARDS,
+    Arithmetic,
+    GpuLimits,
+    check_shards,
+    place_scratch,
+    round_up,
+    shard_offsets,
+)
+from vllm_exl3.cuda.prefill_arguments import PrefillArgs, place_shards
 from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, cut_few_rows, cut_rows
 from vllm_exl3.cuda.prefill_plan import PrefillPlan
 from vllm_exl3.ops.shards import Shard
@@ -33,7 +41,7 @@ GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128),
 _STRIP, _UNIT = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
 _PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
 _BARRIERS, _ROW_PAD, _UNIT_ROWS = 256, 32, _UNIT // 16  # of gemm.cuh and gemm_ring.cuh
-_MOST_STAGES, _MOST_KINDS, _ALIGN = 12, 2, 256
+_MOST_STAGES, _MOST_KINDS = 12, 2
 _MOST_PARTS = 64
 """Parts of a strip: more only add reading, and the ring must hold a token of all others' (``finish`` of the kernel)."""
 
@@ -143,33 +151,6 @@ def _staging(tokens: int) -> int:
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * (tokens // 2 if tokens > 96 else tokens) * (BLOCK + 4)
 
 
-def _place(
-    arguments: PrefillArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], int8: bool
-) -> tuple[ShardOffsets, ...]:
-    """Fill in the shards' arguments; gives where each lies in the flat tensors."""
-    strips = column = trellis = suh = svh = 0
-    offsets = []
-    for index, shard in enumerate(shards):
-        arguments.shards[index] = PrefillShard(
-            out_features=shard.out_features,
-            crop_start=shard.crop_start,
-            crop_size=shard.crop_size,
-            out_column=column,
-            kind=kinds.index((shard.half_bits, shard.codebook)),
-            half_bits=shard.half_bits,
-            first_strip=strips,
-            complements=int(shard.codebook == Codebook.MUL1 and not int8),
-        )
-        offsets.append(ShardOffsets(trellis, suh, svh))
-        strips += -(-shard.out_features // _STRIP)
-        column += shard.crop_size
-        trellis += shard.trellis_words
-        suh += shard.in_features
-        svh += shard.out_features
-    arguments.strips = strips
-    return tuple(offsets)
-
-
 @functools.lru_cache(maxsize=4096)
 def plan_gemm(
     shards: tuple[Shard, ...],
@@ -201,7 +182,7 @@ def plan_gemm(
     in_features = shards[0].in_features
     depth = in_features // _UNIT
     arguments = PrefillArgs()
-    offsets = _place(arguments, shards, kinds, int8)
+    place_shards(arguments, shards, kinds, _STRIP, complements=not int8)
     cut = cut or choose_cut(arguments.strips, depth, limits)
     _check_cut(cut, arguments.strips, depth)
     range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
@@ -222,10 +203,7 @@ def plan_gemm(
         "arrivals": 4 * arguments.strips,
         "partials": (1 if cut.equal_parts else 2) * cut.blocks * tokens * _STRIP * 4,
     }
-    scratch_parts, scratch = {}, 0
-    for name, size in sizes.items():
-        scratch_parts[name] = scratch
-        scratch += round_up(size, _ALIGN)
+    scratch_parts, scratch = place_scratch(sizes)
     values = {
         "shard_count": len(shards), "rows": rows, "row_tiles": 1, "tile_rows": tokens, "in_width": in_width,
         "in_features": in_features, "group": 1, "whole_tiles": 0, "range_units": range_units,
@@ -239,7 +217,7 @@ def plan_gemm(
     return PrefillPlan(
         instance=gemm_instance(tokens, kinds, int8=int8),
         arguments=bytes(arguments),
-        offsets=offsets,
+        offsets=shard_offsets(shards),
         grid=cut.blocks,
         threads=_PRODUCERS + _THREADS,
         shared=fixed + stages * (weight_bytes + activation_bytes),

@@ -6,7 +6,7 @@ field.
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -31,7 +31,9 @@ __all__ = [
     "TransformLaunch",
     "check_shards",
     "fields",
+    "place_scratch",
     "round_up",
+    "shard_offsets",
 ]
 
 MAX_SHARDS = 8
@@ -40,7 +42,7 @@ MAX_SHARDS = 8
 UNIT_IN, HALF_TILES, ROW_PAD = 64, 4, 32
 """Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after each row."""
 
-_NARROW = 16
+_NARROW, _SCRATCH_ALIGN = 16, 256
 
 Codes = tuple[tuple[int, int], ...]
 """(half_bits, codebook) of what a launch multiplies, a fused layer's shards or a layer's experts: sorted, each once."""
@@ -235,6 +237,30 @@ class LinearPlan:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not less."""
     return -(-value // multiple) * multiple
+
+
+def shard_offsets(shards: Sequence[Shard]) -> tuple[ShardOffsets, ...]:
+    """Where each shard lies in the flat tensors, one behind the other."""
+    offsets, trellis, suh, svh = [], 0, 0, 0
+    for shard in shards:
+        offsets.append(ShardOffsets(trellis, suh, svh))
+        trellis += shard.trellis_words
+        suh += shard.in_features
+        svh += shard.out_features
+    return tuple(offsets)
+
+
+def place_scratch(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where parts of scratch begin, by name and one behind the other, and how many bytes they take together.
+
+    Args:
+        sizes: bytes of each part.
+    """
+    parts, end = {}, 0
+    for name, size in sizes.items():
+        parts[name] = end
+        end += round_up(size, _SCRATCH_ALIGN)
+    return parts, end
 
 
 def check_shards(shards: tuple[Shard, ...], in_width: int) -> None:

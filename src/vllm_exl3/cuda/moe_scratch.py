@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vllm_exl3.cuda.geometry import round_up
+from vllm_exl3.cuda.geometry import place_scratch, round_up
 from vllm_exl3.cuda.moe_gemm import Gemm
 from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs, MoeForm
 
@@ -10,8 +10,6 @@ __all__ = ["CHUNK_ROWS", "Scratch", "Work", "most_work", "plan_scratch"]
 
 CHUNK_ROWS = 16
 """Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
-
-_ALIGN = 256
 
 _SUMS_BEYOND = 256
 """Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""
@@ -118,9 +116,6 @@ def plan_scratch(
         "scale_largest": 4 * layer.experts * first["projections"],
         "starts": 4 * (layer.experts + 1),
     }
-    parts, end = {}, 0
-    for name, size in sizes.items():
-        parts[name] = end
-        end += round_up(size, _ALIGN)
+    parts, end = place_scratch(sizes)
     # The first stage's rows are dead when the second stage's outputs are written.
     return Scratch(end, {**parts, "out_1": parts["rows_0"]}, rows)

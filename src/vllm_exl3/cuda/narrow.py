@@ -15,11 +15,11 @@ from vllm_exl3.cuda.geometry import (
     Form,
     GpuLimits,
     LinearPlan,
-    ShardOffsets,
     TransformLaunch,
     check_shards,
     fields,
-    round_up,
+    place_scratch,
+    shard_offsets,
 )
 from vllm_exl3.cuda.narrow_cut import COLUMN_CHANNELS, Cut, choose_cut, clustered
 from vllm_exl3.cuda.narrow_memory import NARROW, Kinds, memory_of, most_columns, ring_items
@@ -29,7 +29,6 @@ from vllm_exl3.pack.stored import BLOCK
 __all__ = ["MANY", "NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narrow", "serves_many"]
 
 _WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
-_ALIGN = 256
 _TURN_WORDS = 32
 """Behind each piece of a strip: ``TURN_WORDS`` of narrow_finish.cuh."""
 _MOST_ITEMS, _MOST_DIVIDED = 1 << 21, 1 << 31
@@ -106,7 +105,7 @@ def plan_narrow(
         tokens = form.tile_rows if form.identity else NARROW
         cut = choose_cut(shards, limits, most_columns(form, kinds, limits), tokens)
     arguments, channels = NarrowArgs(), COLUMN_CHANNELS * cut.columns
-    offsets, strips, items, records, columns = _place(arguments, shards, kinds, channels)
+    strips, items, records, columns = _place(arguments, shards, kinds, channels)
     depth, deepest = shards[0].in_features // BLOCK, max(shard.in_features for shard in shards) // BLOCK
     range_items, longer_ranges = divmod(items, cut.blocks)
     if items >= _MOST_ITEMS or items * max(deepest, range_items + 1) >= _MOST_DIVIDED:
@@ -120,16 +119,14 @@ def plan_narrow(
         rotated = tile * longest > (_ROTATIONS_OF_MANY if form.narrow else _ROTATIONS) * _WARPS
     memory, together = memory_of(form, kinds, limits, cut, tile, longest, rotated), clustered(cut, limits)
     row_tiles = -(-rows // form.tile_rows)
-    scratch_parts, scratch = {}, 0
+    sizes = {}
     if not together:
-        scratch_parts["partials"] = 0
-        scratch = round_up(row_tiles * (cut.blocks + strips) * (tile * channels + _TURN_WORDS) * 4, _ALIGN)
+        sizes["partials"] = row_tiles * (cut.blocks + strips) * (tile * channels + _TURN_WORDS) * 4
     if rotated:
-        scratch_parts["records"] = scratch
-        scratch += round_up(row_tiles * records * memory.record, _ALIGN)
+        sizes["records"] = row_tiles * records * memory.record
     if row_tiles > 1 and not together:  # the device's own counters are for launches of one tile
-        scratch_parts["counters"] = scratch
-        scratch += round_up(4 * strips * row_tiles, _ALIGN)
+        sizes["counters"] = 4 * strips * row_tiles
+    scratch_parts, scratch = place_scratch(sizes)
     values = {
         "shard_count": len(shards), "rows": rows, "in_width": in_width, "parts": cut.parts,
         "parts_inverse": inverse_of(cut.parts or 1), "range_items": depth if cut.parts else range_items,
@@ -143,7 +140,7 @@ def plan_narrow(
         instance=_instance(form, kinds, cut.columns, memory.ring, together),
         arguments=bytes(arguments),
         arguments_type=NarrowArgs,
-        offsets=offsets,
+        offsets=shard_offsets(shards),
         grid=(cut.blocks, row_tiles),
         threads=_THREADS,
         shared=memory.shared,
@@ -198,12 +195,9 @@ def instances_of(kinds: Kinds, form: Form, limits: GpuLimits) -> list[Instance]:
     return found
 
 
-def _place(
-    arguments: NarrowArgs, shards: Sequence[Shard], kinds: Kinds, channels: int
-) -> tuple[tuple[ShardOffsets, ...], int, int, int, int]:
-    """Fill in the shards' arguments; gives where each lies in the flat tensors, strips, items, records and columns."""
-    offsets, strips, items, records, columns = [], 0, 0, 0, 0
-    trellis = suh = svh = 0
+def _place(arguments: NarrowArgs, shards: Sequence[Shard], kinds: Kinds, channels: int) -> tuple[int, int, int, int]:
+    """Fill in the shards' arguments; gives strips, items, records and columns."""
+    strips = items = records = columns = 0
     for index, shard in enumerate(shards):
         shard_strips, depth = -(-shard.out_features // channels), shard.in_features // BLOCK
         arguments.shards[index] = NarrowShard(
@@ -220,12 +214,8 @@ def _place(
             crop_size=shard.crop_size,
             out_column=columns,
         )
-        offsets.append(ShardOffsets(trellis, suh, svh))
         strips += shard_strips
         items += shard_strips * (shard.in_features // BLOCK)
         records += shard.in_features // BLOCK
         columns += shard.crop_size
-        trellis += shard.trellis_words
-        suh += shard.in_features
-        svh += shard.out_features
-    return tuple(offsets), strips, items, records, columns
+    return strips, items, records, columns

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, ShardOffsets, check_shards, round_up
-from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard
+from vllm_exl3.cuda.geometry import (
+    UNIT_IN,
+    GpuLimits,
+    ShardOffsets,
+    check_shards,
+    place_scratch,
+    round_up,
+    shard_offsets,
+)
+from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard, place_shards
 from vllm_exl3.cuda.prefill_cut import Cut, cut
 from vllm_exl3.cuda.prefill_input import InputCut, cut_int8_rows, cut_rotated_rows, cut_rows
 from vllm_exl3.ops.shards import Shard
@@ -50,7 +58,7 @@ _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
 _INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
 _SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a sum that a part of a tile leaves: prefill_sums.cuh
-_ALIGN, _ACTIVATIONS_IN_L2 = 256, 24 << 20
+_ACTIVATIONS_IN_L2 = 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
 
@@ -173,31 +181,6 @@ def prefill_instance(source: str, tokens: int, kinds: Sequence[tuple[int, int]])
     return Instance(f"{source}.cu", f"exl3_{source}", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
 
 
-def _place(
-    arguments: PrefillArgs, shards: Sequence[Shard], kinds: Sequence[tuple[int, int]], strip: int
-) -> tuple[ShardOffsets, ...]:
-    strips = column = trellis = suh = svh = 0
-    offsets = []
-    for index, shard in enumerate(shards):
-        arguments.shards[index] = PrefillShard(
-            out_features=shard.out_features,
-            crop_start=shard.crop_start,
-            crop_size=shard.crop_size,
-            out_column=column,
-            kind=kinds.index((shard.half_bits, shard.codebook)),
-            half_bits=shard.half_bits,
-            first_strip=strips,
-        )
-        offsets.append(ShardOffsets(trellis, suh, svh))
-        strips += -(-shard.out_features // (strip * BLOCK))
-        column += shard.crop_size
-        trellis += shard.trellis_words
-        suh += shard.in_features
-        svh += shard.out_features
-    arguments.strips = strips
-    return tuple(offsets)
-
-
 @functools.lru_cache(maxsize=4096)
 def plan_prefill(
     shards: tuple[Shard, ...],
@@ -229,7 +212,7 @@ def plan_prefill(
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
     depth = shards[0].in_features // UNIT_IN
     arguments = PrefillArgs()
-    offsets = _place(arguments, shards, kinds, kernel(64, limits).strip)
+    place_shards(arguments, shards, kinds, kernel(64, limits).strip * BLOCK)
     tokens = tokens or choose_tile(rows, arguments.strips, depth, limits, int8=int8)
     chosen_kernel = kernel(tokens, limits)
     row_tiles = -(-rows // tokens)
@@ -265,10 +248,7 @@ def plan_prefill(
     }
     if chosen.ended:
         sizes["arrivals"] = 4 * (tiles - chosen.whole_tiles) * chosen_kernel.strip
-    scratch_parts, scratch = {}, 0
-    for name, size in sizes.items():
-        scratch_parts[name] = scratch
-        scratch += round_up(size, _ALIGN)
+    scratch_parts, scratch = place_scratch(sizes)
     values = {
         "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": tokens, "in_width": in_width,
         "in_features": in_features, "group": min(group, row_tiles), "whole_tiles": chosen.whole_tiles,
@@ -282,7 +262,7 @@ def plan_prefill(
     return PrefillPlan(
         instance=prefill_instance(chosen_kernel.source + "_int8" * int8, tokens, kinds),
         arguments=bytes(arguments),
-        offsets=offsets,
+        offsets=shard_offsets(shards),
         grid=chosen.clusters * chosen_kernel.cluster,
         threads=chosen_kernel.producers + pairs * _PAIR_THREADS,
         shared=fixed + stages * (weight_bytes + activation_bytes),

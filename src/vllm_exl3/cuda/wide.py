@@ -14,10 +14,10 @@ from vllm_exl3.cuda.geometry import (
     LinearArgs,
     LinearPlan,
     ShardArgs,
-    ShardOffsets,
     TransformLaunch,
     check_shards,
-    round_up,
+    place_scratch,
+    shard_offsets,
 )
 from vllm_exl3.cuda.split import split
 from vllm_exl3.ops.shards import Shard
@@ -27,8 +27,6 @@ __all__ = ["TRANSFORM", "plan_wide"]
 
 TRANSFORM, _TRANSFORM_THREADS = Instance("transform.cu", "exl3_transform"), 896
 """The kernel that rotates inputs for the wide kernel, and its threads a block."""
-
-_ALIGN = 256
 
 _THREADS, _STAGING, _CHUNK, _OUTPUT_PITCH = 512, 512, 32, (BLOCK + 4) * 4
 """Of linear_wide.cuh: threads, bytes before the staging area, tokens staged at once, bytes of a staged token."""
@@ -59,7 +57,7 @@ def plan_wide(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, l
     arguments = LinearArgs()
     split_k = _splits_k(shards, limits)
     strip = BLOCK if split_k else 2 * BLOCK
-    totals, offsets = _place_shards(arguments, shards, kinds, row_tiles, form.tile_rows, strip)
+    totals = _place_shards(arguments, shards, kinds, row_tiles, form.tile_rows, strip)
     depths = frozenset(shard.in_features // UNIT_IN for shard in shards)
     blocks = split(totals.strips, depths, limits)
     range_units, longer_ranges = divmod(totals.units, blocks)
@@ -84,10 +82,7 @@ def plan_wide(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, l
         "scales": 4 * len(shards) * rows,
         "counters": 4 * counters,
     }
-    scratch_parts, scratch = {}, 0
-    for name, size in sizes.items():
-        scratch_parts[name] = scratch
-        scratch += round_up(size, _ALIGN)
+    scratch_parts, scratch = place_scratch(sizes)
     values = {
         "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": form.tile_rows,
         "stored_rows": form.tile_rows, "in_width": in_width, "parts": parts, "range_units": range_units,
@@ -101,7 +96,7 @@ def plan_wide(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, l
         instance=Instance("linear_wide.cu", "exl3_linear_wide", macros),
         arguments=bytes(arguments),
         arguments_type=LinearArgs,
-        offsets=offsets,
+        offsets=shard_offsets(shards),
         grid=(blocks, row_tiles),
         threads=_THREADS,
         shared=fixed + groups * stages * stage,
@@ -135,10 +130,9 @@ def _place_shards(
     row_tiles: int,
     tile_rows: int,
     strip: int,
-) -> tuple[_Totals, tuple[ShardOffsets, ...]]:
-    """Fill in the shards' arguments; gives sums over them, and where each lies in the flat tensors."""
-    totals, offsets = _Totals(), []
-    trellis = suh = svh = 0
+) -> _Totals:
+    """Fill in the shards' arguments; gives sums over them."""
+    totals = _Totals()
     for index, shard in enumerate(shards):
         strips, depth = -(-shard.out_features // strip), shard.in_features // UNIT_IN
         arguments.shards[index] = ShardArgs(
@@ -153,15 +147,11 @@ def _place_shards(
             first_strip=totals.strips,
             activation_block=row_tiles * totals.activations // 16,
         )
-        offsets.append(ShardOffsets(trellis, suh, svh))
         totals.units += strips * depth
         totals.strips += strips
         totals.activations += depth * _activation_bytes(tile_rows)
         totals.columns += shard.crop_size
-        trellis += shard.trellis_words
-        suh += shard.in_features
-        svh += shard.out_features
-    return totals, tuple(offsets)
+    return totals
 
 
 def _splits_k(shards: Sequence[Shard], limits: GpuLimits) -> bool:
