@@ -79,3 +79,10 @@ def test_the_page_tells_what_did_not_run(written: Path) -> None:
     assert "* skipped: `test_a.py` (needs two GPUs)" in page
     assert "| `tests/gpu/test_b.py` | 1 |  |  | 1 |" in page
     assert gpu_tests(written.parent / "none.json") == "No run is recorded.\n"
+
+
+def test_messages_name_no_folder_of_the_machine_that_they_are_from() -> None:
+    text = f'File "{record.ROOT}/tests/gpu/run.py", line 3; File "/usr/lib/python3/a-b.py"; https://a.org/b/c a/b/c 1/2'
+    assert record.without_folders(text) == (
+        'File "tests/gpu/run.py", line 3; File "a-b.py"; https://a.org/b/c a/b/c 1/2'
+    )

@@ -5,6 +5,7 @@ Needs neither torch nor a GPU: every run of the tests asks.
 
 import importlib.resources
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 from vllm_exl3.cuda.compiler import sources_fingerprint
 from vllm_exl3.tools.results import write_results
 
-__all__ = ["RESULTS", "ROOT", "Row", "kernels_fingerprint", "kernels_moved", "write_record"]
+__all__ = ["RESULTS", "ROOT", "Row", "kernels_fingerprint", "kernels_moved", "without_folders", "write_record"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200" / "tests.json"
 OUTCOMES = ("passed", "failed", "skipped", "not run")
+
+_FOLDERS = re.compile(r"(?<![\w.:/-])/(?:[\w.+-]+/)+")
 
 Row = dict[str, Any]
 
@@ -41,6 +44,11 @@ def kernels_moved(path: Path = RESULTS) -> str | None:
         f"kernels have changed since tests/gpu ran on a GPU ({where}, {meta['date']}, "
         f"commit {(meta['commit'] or 'unknown')[:12]}): run python -m tests.gpu.run on one"
     )
+
+
+def without_folders(text: str) -> str:
+    """A message with paths as they are in this repository, and those outside it by the file's name alone."""
+    return _FOLDERS.sub("", text.replace(f"{ROOT}/", ""))
 
 
 def write_record(path: Path, rows: Iterable[Row], *, command: str, facts: Row) -> Row:

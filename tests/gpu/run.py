@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import vllm_exl3
-from tests.gpu.record import RESULTS, ROOT, Row, write_record
+from tests.gpu.record import RESULTS, ROOT, Row, without_folders, write_record
 from tests.gpu.worker import DURATIONS, claim_of
 from vllm_exl3.tools.results import need_gpus
 
@@ -162,7 +162,7 @@ class Run:
 def row_of(event: Row) -> Row:
     """The record's row of what a process told."""
     kept = {key: event[key] for key in ("test", "outcome", "seconds", "reason") if event.get(key) not in (None, "")}
-    return {**kept, "reason": str(kept["reason"]).replace(f"{ROOT}/", "")[-1500:]} if "reason" in kept else kept
+    return {**kept, "reason": without_folders(str(kept["reason"]))[-1500:]} if "reason" in kept else kept
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
