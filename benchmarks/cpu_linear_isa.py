@@ -31,7 +31,8 @@ PEERS = {
     "avx512_vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512_vbmi": {},
 }
-"""What keeps torch to each set; the last may use all that the processor has, such as AMX."""
+"""Environment variables that limit torch (oneDNN) to each instruction set; the last may use all that the processor has,
+such as AMX."""
 
 ROUNDS = 12
 

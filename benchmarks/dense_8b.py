@@ -18,7 +18,7 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False
 
 
 def is_exl3(kind: str) -> bool:
-    """Whether a kind of `KINDS` is an EXL3 pack."""
+    """True for those of `KINDS` that are EXL3 packs."""
     return kind.startswith("exl3")
 
 

@@ -48,7 +48,7 @@ CUTS = (None, GemmCut(32, False), GemmCut(5, False), GemmCut(8, True), GemmCut(3
 """Of four strips of eight units."""
 
 LIMITS = {torch.float16: 6e-4, torch.bfloat16: 3e-3, torch.float32: 5e-4}
-"""Of the relative error, by the output's dtype."""
+"""Largest relative error allowed, by the output's dtype."""
 
 _GUARD = 256
 """Bytes before and behind scratch that nothing may touch; as many columns of the output."""

@@ -43,7 +43,7 @@ def _files(rows: list[dict[str, Any]]) -> str:
 
 
 def _missing(rows: list[dict[str, Any]]) -> list[str]:
-    """What did not pass, by outcome and reason; of a failure its last line."""
+    """Tests that did not pass, grouped by outcome and reason; a failure's reason is its last line."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
         if row["outcome"] != "passed":
