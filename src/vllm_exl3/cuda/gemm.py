@@ -25,15 +25,11 @@ def served_rows(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool) -> 
     return rows if len(kinds) == 1 else range(rows.start, min(rows.stop, MOST_OF_TWO_KINDS + 1))
 
 
-def _fast(shards: tuple[Shard, ...]) -> bool:
-    return env.PRECISION.get() == "fast" and prefill_int8.weights_refusal(shards) is None
-
-
 def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Callable[..., None] | None:
     """`gemm` with the arithmetic that is wanted, or None where other kernels serve ``rows`` tokens."""
     if env.batch_invariant():
         return None
-    if _fast(shards):
+    if prefill_int8.fast(shards):
         if rows in served_rows(shards, limits, int8=True):
             return functools.partial(gemm, int8=True)
         if rows <= dispatch.FAST_TOKENS:

@@ -170,8 +170,7 @@ def _way_to_serve(
 
 def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form:
     """The form that serves ``rows`` tokens where neither the GEMM kernel nor a prefill kernel does."""
-    wanted = rows <= dispatch.FAST_TOKENS and env.PRECISION.get() == "fast"
-    fast = wanted and prefill_int8.weights_refusal(shards) is None
+    fast = rows <= dispatch.FAST_TOKENS and prefill_int8.fast(shards)
     one_class = env.batch_invariant()
     form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
     many = form.wide and rows <= MANY.tile_rows and not one_class

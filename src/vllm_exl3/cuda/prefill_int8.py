@@ -18,7 +18,7 @@ from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
-__all__ = ["LEAST_ROWS", "instances", "plan", "prefill_int8", "refusal", "serves", "weights_refusal"]
+__all__ = ["LEAST_ROWS", "fast", "instances", "plan", "prefill_int8", "refusal", "serves", "weights_refusal"]
 
 LEAST_ROWS = 129
 """Tokens from which on the kernel serves. Fewer leave the tensor cores waiting for weights to be decoded: at 128 the
@@ -34,6 +34,11 @@ def weights_refusal(shards: tuple[Shard, ...]) -> str | None:
     if any(shard.half_bits > MOST_HALF_BITS for shard in shards):
         return f"int8 is too coarse for more than {MOST_HALF_BITS // 2} bits"
     return None
+
+
+def fast(shards: tuple[Shard, ...]) -> bool:
+    """True where VLLM_EXL3_PRECISION wants fast mode and some kernel of it serves these weights."""
+    return env.PRECISION.get() == "fast" and weights_refusal(shards) is None
 
 
 def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:

@@ -21,18 +21,23 @@ from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import StoredLinear, pad_to_block
 from vllm_exl3.pack.wording import byte_size
 from vllm_exl3.serving.layout import Layout, Output
-from vllm_exl3.serving.loading import check_loaded_marker, check_loaded_scales, check_shape, unpack_signs_like
+from vllm_exl3.serving.loading import (
+    SCALES_OF_SIGNS,
+    check_loaded_marker,
+    check_loaded_scales,
+    check_shape,
+    unpack_signs_like,
+)
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
-__all__ = ["DecodedModules", "is_plain"]
+__all__ = ["DecodedModules"]
 
 _WANTED = {"trellis", "suh", "svh"}
-_SCALES = {"su": "suh", "sv": "svh", "suh": "suh", "svh": "svh"}
 
 
-def is_plain(module: torch.nn.Module) -> bool:
+def _is_plain(module: torch.nn.Module) -> bool:
     """Whether a module multiplies by a dense matrix of its own."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or isinstance(module, VocabParallelEmbedding):
@@ -40,11 +45,15 @@ def is_plain(module: torch.nn.Module) -> bool:
     return isinstance(module, (LinearBase, torch.nn.Linear)) and "trellis" not in module._parameters
 
 
+def _holds_nan(weight: torch.Tensor) -> bool:
+    """True for a weight with storage whose dtype has NaN and more than a byte."""
+    return weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
+
+
 @dataclass(frozen=True)
 class _Target:
     """One stored module that a plain module takes: ``shape`` is (out, in) without padding."""
 
-    path: str
     part: Part
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -70,15 +79,11 @@ class DecodedModules:
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         # A module may be known by several paths, of which one is the checkpoint's.
         for path, module in model.named_modules(remove_duplicate=False):
-            if is_plain(module) and all(module is not known for known in self._modules.values()):
+            if _is_plain(module) and all(module is not known for known in self._modules.values()):
                 self._find(path, module)
         self._check_limit()
         for path, module in self._modules.items():
-            nbytes = module.weight.nbytes
-            config.report.add_decoded(path, nbytes)
-
-    def __bool__(self) -> bool:
-        return bool(self._modules)
+            config.report.add_decoded(path, module.weight.nbytes)
 
     def stream(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors, those of the modules here decoded to ``weight`` (and ``bias`` cut to its size)."""
@@ -95,7 +100,7 @@ class DecodedModules:
     def mark(self) -> None:
         """Spoil one value of every row, which `check_loaded` finds again where the model's loader left rows out."""
         for module in self._modules.values():
-            if module.weight.is_floating_point() and module.weight.element_size() > 1 and not module.weight.is_meta:
+            if _holds_nan(module.weight):
                 module.weight.data[:, 0] = torch.nan
 
     def check_loaded(self) -> None:
@@ -106,9 +111,9 @@ class DecodedModules:
         """
         for path, module in self._modules.items():
             weight = module._parameters.get("weight")
-            if weight is None or weight.is_meta or not weight.is_floating_point() or weight.element_size() == 1:
+            if weight is None or weight.dim() != 2 or not _holds_nan(weight):
                 continue
-            if weight.dim() == 2 and torch.isnan(weight[:, 0]).any():
+            if torch.isnan(weight[:, 0]).any():
                 raise Exl3PackError(
                     found="rows that vLLM's loader wrote nothing into",
                     expected="the decoded weight of every stored part",
@@ -125,12 +130,13 @@ class DecodedModules:
             return
         self._config.claimed.update(part.key for part in parts)
         self._config.claimed.update(linear.key for linear in linears)
-        widths = _logical_widths(path, module, parts)
-        inputs = module.input_size if isinstance(module, LinearBase) else module.in_features
+        sizes, inputs = _sizes(module)
+        outputs = [Output(size, 0, size) for size in sizes]
+        widths = Layout(path, tuple(parts), outputs, (0, inputs, inputs)).logical_width  # refuses what does not fit
         self._modules[path] = module
         for part, width in zip(parts, widths, strict=True):
             if part.linears:
-                self._targets[part.key] = target = _target(path, part, (width, inputs), module.weight)
+                self._targets[part.key] = target = _target(part, (width, inputs), module.weight)
                 _check_slices(target, str(self._config.source))
                 self._linears |= {linear.key: (linear, target) for linear in part.linears}
 
@@ -151,7 +157,7 @@ class DecodedModules:
     def _take(self, key: str, leaf: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Keep one tensor of a linear; once all of its module are there, give the module's weight."""
         linear, target = self._linears[key]
-        leaf = _SCALES.get(leaf, leaf)
+        leaf = SCALES_OF_SIGNS.get(leaf, leaf)
         if linear.marker is not None and leaf == linear.codebook.label:
             check_loaded_marker(linear.marker, tensor)
             return
@@ -180,9 +186,9 @@ class DecodedModules:
         return decoded_weight(*moved, linear.half_bits, int(linear.codebook), shape=shape, dtype=target.dtype)
 
 
-def _target(path: str, part: Part, shape: tuple[int, int], weight: torch.Tensor) -> _Target:
+def _target(part: Part, shape: tuple[int, int], weight: torch.Tensor) -> _Target:
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
-    return _Target(path, part, shape, dtype, weight.device)
+    return _Target(part, shape, dtype, weight.device)
 
 
 def _check_slices(target: _Target, where: str) -> None:
@@ -203,12 +209,8 @@ def _check_slices(target: _Target, where: str) -> None:
         )
 
 
-def _logical_widths(path: str, module: torch.nn.Module, parts: Iterable[Part]) -> list[int]:
-    """Output channels of each part, without padding, after checking that the stored sizes fit the module."""
+def _sizes(module: torch.nn.Module) -> tuple[list[int], int]:
+    """Output channels of each of a module's outputs, and its input channels, over all ranks."""
     if isinstance(module, LinearBase):
-        sizes = getattr(module, "output_sizes", None) or [module.output_size]
-        inputs = module.input_size
-    else:
-        sizes, inputs = [module.out_features], module.in_features
-    outputs = [Output(size, 0, size) for size in sizes]
-    return Layout(path, tuple(parts), outputs, (0, inputs, inputs)).logical_width
+        return getattr(module, "output_sizes", None) or [module.output_size], module.input_size
+    return [module.out_features], module.in_features

@@ -13,6 +13,7 @@ from vllm_exl3.pack.stored import StoredTensor
 from vllm_exl3.pack.values import check_marker, check_scales
 
 __all__ = [
+    "SCALES_OF_SIGNS",
     "LoadedParts",
     "check_load_format",
     "check_loaded_marker",
@@ -22,6 +23,9 @@ __all__ = [
     "register_parameter",
     "unpack_signs_like",
 ]
+
+SCALES_OF_SIGNS = {"su": "suh", "sv": "svh"}
+"""Names of packed signs to those of the scales that they stand for."""
 
 
 def register_parameter(

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 
 from vllm_exl3.pack.spelling import is_head_name
 from vllm_exl3.serving.decoding import DecodedModules
+from vllm_exl3.serving.loading import SCALES_OF_SIGNS
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
@@ -118,7 +119,7 @@ class OtherNames:
 
     def _load(self, key: str, leaf: str, tensor: torch.Tensor) -> bool:
         path, module, output = self._layers[key]
-        leaf = {"su": "suh", "sv": "svh"}.get(leaf, leaf)
+        leaf = SCALES_OF_SIGNS.get(leaf, leaf)
         param = module._parameters.get(leaf)
         if param is None:
             return False
