@@ -11,7 +11,6 @@ and ``bound_us``, below which the GPU cannot stay (`vllm_exl3.cuda.timing.bound_
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +18,12 @@ from pathlib import Path
 import torch
 from gpu_gemm_checks import check_all
 from gpu_linear_checks import Checks, shape_of
-from gpu_prefill_bench import SHAPES, Bench, Row, tflops
+from gpu_prefill_bench import SHAPES, CublasBench
 from gpu_prefill_cliffs import used
 
 from vllm_exl3.cuda import gemm, linear
 from vllm_exl3.cuda.gemm_plan import plan_gemm, refusal
-from vllm_exl3.cuda.timing import Rotation, bound_us, dense_weights, replayed_in_turns
+from vllm_exl3.cuda.timing import Rotation, bound_us, replayed_in_turns
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import need_gpus
@@ -37,7 +36,7 @@ def check(seed: int) -> bool:
     return checks.report(seed)
 
 
-class GemmBench(Bench):
+class GemmBench(CublasBench):
     """Times the GEMM, what dispatch picks, and cuBLAS.
 
     Args:
@@ -46,8 +45,6 @@ class GemmBench(Bench):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
-        self._dense: tuple[tuple[int, int], list[torch.Tensor]] | None = None
-        self._bf16: dict[tuple[int, int, int], list[float]] = {}
         self.kinds = [(bits, Codebook.MUL1) for bits in arguments.bits]
         self.kinds += [(bits, codebook) for codebook in arguments.codebooks for bits in arguments.other_bits]
         shards = [
@@ -64,14 +61,6 @@ class GemmBench(Bench):
                 wanted += [plan.transform.instance, plan.instance]
         self.prepare(dict.fromkeys(wanted))
 
-    def _cublas(self, shape: tuple[int, int], rows: int) -> tuple[Callable[[int], object], int]:
-        """cuBLAS in bf16, and how many weight copies it has."""
-        if self._dense is None or self._dense[0] != shape:
-            self._dense = None  # frees the shape's before
-            self._dense = shape, dense_weights(shape)
-        weights, x = self._dense[1], torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
-        return lambda i: torch.nn.functional.linear(x, weights[i]), len(weights)
-
     def time(self, rotation: Rotation, rows: int) -> None:
         """Time a cell, and keep its row."""
         shard = rotation.shard
@@ -85,7 +74,7 @@ class GemmBench(Bench):
                 lambda i: linear.linear(x, rotation.trellis[i], suh, svh, None, rotation.layout),
                 rotation.copies,
             ),
-            "bf16": self._cublas(shape, rows),
+            "bf16": self.dense(shape, rows),
         }
         times = replayed_in_turns(calls, self.arguments.repeats)
         now, _ = used(shard, rows, self.limits)
@@ -95,7 +84,7 @@ class GemmBench(Bench):
             "native", rotation, rows, "gemm", times["gemm"], None, now=now, now_us=round(times["now"], 2),
             bf16_us=round(times["bf16"], 2), bound_us=round(bound, 2),
         )  # fmt: skip
-        self._bf16.setdefault((*shape, rows), []).append(times["bf16"])
+        self.note_bf16(shape, rows, times["bf16"])
         cell = (
             f"{shape[0]:5d}×{shape[1]:<5d} {Codebook(shard.codebook).label:5s} K={shard.half_bits / 2:<3g} M={rows:<3d}"
         )
@@ -104,15 +93,6 @@ class GemmBench(Bench):
             f"({times['bf16'] / times['gemm']:5.2f})  bound {bound:6.1f} µs",
             flush=True,
         )
-
-    def further_rows(self) -> list[Row]:
-        """A row of cuBLAS for each shape and number of tokens: the median of all its times."""
-        return [
-            {"kernel": "cublas_bf16", "in": width, "out": height, "m": rows, "us": round(us, 2),
-             "tflops": tflops((width, height), rows, us)}
-            for (width, height, rows), times in self._bf16.items()
-            for us in [statistics.median(times)]
-        ]  # fmt: skip
 
 
 def main() -> int:

@@ -14,21 +14,20 @@ GPU's clock does, it does to both. Inputs are random, never zeros.
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from gpu_linear_checks import Checks, shape_of
-from gpu_prefill_bench import SHAPES, Bench, Row, tflops
+from gpu_prefill_bench import SHAPES, CublasBench, tflops
 from gpu_prefill_checks import check_all
 from gpu_prefill_cliffs import cliffs, counts_around, used
 
 from vllm_exl3.cuda import dispatch, linear, prefill, reconstruct
 from vllm_exl3.cuda.geometry import Form
 from vllm_exl3.cuda.prefill_plan import TILES
-from vllm_exl3.cuda.timing import Rotation, dense_weights, replayed_in_turns
+from vllm_exl3.cuda.timing import Rotation, replayed_in_turns
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import need_gpus
@@ -47,7 +46,7 @@ def check(seed: int) -> bool:
     return checks.report(seed)
 
 
-class PrefillBench(Bench):
+class PrefillBench(CublasBench):
     """Times linears, and what cuBLAS takes for the same shape.
 
     Args:
@@ -56,8 +55,6 @@ class PrefillBench(Bench):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
-        self._dense: tuple[tuple[int, int], list[torch.Tensor]] | None = None
-        self._bf16: dict[tuple[int, int, int], list[float]] = {}
         first, others = arguments.bits[:1], arguments.bits[1:]
         self.kinds = [
             (bits, codebook) for group in (first, others) for codebook in arguments.codebooks for bits in group
@@ -75,14 +72,6 @@ class PrefillBench(Bench):
                 wanted += [i for rows in range(1, 129) for i in used(shard, rows, self.limits)[1]]
         self.prepare(wanted)
 
-    def dense(self, shape: tuple[int, int], rows: int) -> tuple[Callable[[int], object], int]:
-        """cuBLAS in bf16, and how many weight copies it has."""
-        if self._dense is None or self._dense[0] != shape:
-            self._dense = None  # frees the shape's before
-            self._dense = shape, dense_weights(shape)
-        weights, x = self._dense[1], torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
-        return lambda i: torch.nn.functional.linear(x, weights[i]), len(weights)
-
     def add(self, kernel: str, rotation: Rotation, rows: int, mode: str, call: Callable[[int], object]) -> None:
         """Time one way to compute a cell, in turns with cuBLAS."""
         shard = rotation.shard
@@ -91,7 +80,7 @@ class PrefillBench(Bench):
         times = replayed_in_turns(calls, self.arguments.repeats)
         us, bf16 = times["it"], times["bf16"]
         self.keep(kernel, rotation, rows, mode, us, LOOP_TFLOPS, bf16_us=round(bf16, 2))
-        self._bf16.setdefault((*shape, rows), []).append(bf16)
+        self.note_bf16(shape, rows, bf16)
         cell = (
             f"{shape[0]:5d}×{shape[1]:<5d} {Codebook(shard.codebook).label:5s} K={shard.half_bits / 2:<3g} M={rows:<5d}"
         )
@@ -99,15 +88,6 @@ class PrefillBench(Bench):
             f"{cell} {kernel:11s} {mode:12s} {us:8.1f} µs {tflops(shape, rows, us):4.0f} TF bf16/it {bf16 / us:5.2f}",
             flush=True,
         )
-
-    def further_rows(self) -> list[Row]:
-        """A row of cuBLAS for each shape and number of tokens: the median of all its times."""
-        return [
-            {"kernel": "cublas_bf16", "in": width, "out": height, "m": rows, "us": round(us, 2),
-             "tflops": tflops((width, height), rows, us)}
-            for (width, height, rows), times in self._bf16.items()
-            for us in [statistics.median(times)]
-        ]  # fmt: skip
 
 
 def _input(rotation: Rotation, rows: int) -> torch.Tensor:

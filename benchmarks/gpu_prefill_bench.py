@@ -1,15 +1,16 @@
-"""What gpu_prefill.py and gpu_prefill_int8.py share: shapes, the order of cells, rows of results, the time limit."""
+"""Base classes of gpu_gemm.py, gpu_prefill.py and gpu_prefill_int8.py: shapes, cells, rows, the time limit."""
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.timing import Rotation, bound_us, random_trellis
+from vllm_exl3.cuda.timing import Rotation, bound_us, dense_weights, random_trellis
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import write_results
 
@@ -96,6 +97,40 @@ class Bench:
         command, rows = "python " + " ".join(sys.argv), [*self.rows, *self.further_rows()]
         write_results(self.arguments.out, rows, machine="h200", command=command, facts=facts)
         self._saved = time.perf_counter()
+
+
+class CublasBench(Bench):
+    """Times cuBLAS in bf16 for the same shapes as well.
+
+    Args:
+        arguments: the command line's.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__(arguments)
+        self._dense: tuple[tuple[int, int], list[torch.Tensor]] | None = None
+        self._bf16: dict[tuple[int, int, int], list[float]] = {}
+
+    def dense(self, shape: tuple[int, int], rows: int) -> tuple[Callable[[int], object], int]:
+        """cuBLAS in bf16, and how many weight copies it has."""
+        if self._dense is None or self._dense[0] != shape:
+            self._dense = None  # frees the shape's before
+            self._dense = shape, dense_weights(shape)
+        weights, x = self._dense[1], torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
+        return lambda i: torch.nn.functional.linear(x, weights[i]), len(weights)
+
+    def note_bf16(self, shape: tuple[int, int], rows: int, us: float) -> None:
+        """Keep a time of cuBLAS for `further_rows`."""
+        self._bf16.setdefault((*shape, rows), []).append(us)
+
+    def further_rows(self) -> list[Row]:
+        """A row of cuBLAS for each shape and number of tokens: the median of all its times."""
+        return [
+            {"kernel": "cublas_bf16", "in": width, "out": height, "m": rows, "us": round(us, 2),
+             "tflops": tflops((width, height), rows, us)}
+            for (width, height, rows), times in self._bf16.items()
+            for us in [statistics.median(times)]
+        ]  # fmt: skip
 
 
 def tflops(shape: tuple[int, int], rows: int, us: float) -> float:
