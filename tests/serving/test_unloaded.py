@@ -41,7 +41,7 @@ def without(prefix: str) -> Callable[[Tensors], None]:
 @pytest.mark.parametrize(
     ("prefix", "named"),
     [
-        ("model.layers.1.mlp.down_proj.", r"model\.layers\.1\.mlp\.down_proj\.weight"),
+        ("model.layers.1.self_attn.o_proj.", r"model\.layers\.1\.self_attn\.o_proj\.weight"),
         ("model.embed_tokens.", r"embed_tokens\.weight"),
     ],
     ids=["linear", "embedding"],

@@ -47,6 +47,9 @@ logger = logging.getLogger("vllm.exl3")
 _EVERY = 2.0
 """Seconds between two writes of a worker's counters."""
 
+_LONGEST_WRITE = 2.0
+"""Seconds that the end of a process waits for a write under way."""
+
 _STALE = 60.0
 """Seconds after which a file that nobody wrote is of a process that ended, perhaps of an earlier server."""
 
@@ -54,7 +57,8 @@ _FOLDER = re.compile(r"vllm-exl3-(\d{1,9})-[0-9a-f]{8}")
 """What a server calls its folder of counters: its process (larger numbers are none, and the system call takes only 32
 bits), and what tells it from earlier ones of that number."""
 
-_started = False
+_writer: threading.Thread | None = None
+"""The thread that writes this process's counters."""
 
 _ending = threading.Event()
 """Set when this process ends: what is not written then is not missed."""
@@ -76,13 +80,13 @@ def leave_counters(kv_cache_dtype: str) -> None:
     Args:
         kv_cache_dtype: the type that the KV cache really has.
     """
-    global _started  # noqa: PLW0603  one thread a process, whatever number of models
+    global _writer  # noqa: PLW0603  one thread a process, whatever number of models
     _kv_types.add(kv_cache_dtype)
     folder = env.METRICS_FOLDER.get()
-    if _started or not folder:
+    if _writer is not None or not folder:
         return
-    _started = True
-    threading.Thread(target=_write_forever, args=(Path(folder),), daemon=True, name="vllm-exl3-metrics").start()
+    _writer = threading.Thread(target=_write_forever, args=(Path(folder),), daemon=True, name="vllm-exl3-metrics")
+    _writer.start()
 
 
 def snapshot() -> dict[str, Any]:
@@ -189,6 +193,8 @@ def _is_snapshot(content: Any) -> bool:
 
 def _end(folder: Path) -> None:
     _ending.set()
+    if _writer is not None:  # a write under way would make the folder anew
+        _writer.join(timeout=_LONGEST_WRITE)
     shutil.rmtree(folder, ignore_errors=True)
 
 
