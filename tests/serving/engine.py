@@ -5,6 +5,7 @@ Engines are started with what makes them quick on two cores; nothing here is spe
 
 import contextlib
 import fcntl
+import functools
 import gc
 import json
 import os
@@ -15,15 +16,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+# Engines of test processes side by side would all be bound to the same processors.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_port
 
 __all__ = [
@@ -45,6 +50,37 @@ _SET_NUM_THREADS = torch.set_num_threads
 
 
 @contextlib.contextmanager
+def _young_heap() -> Iterator[None]:
+    """Spare the garbage collector what was there before.
+
+    vLLM collects nine times as an engine starts and ends; each time it would go through all that torch, vLLM and pytest
+    have imported, which takes longer than the rest of the start.
+    """
+    unfreeze = gc.unfreeze
+    with mock.patch("vllm.v1.engine.core.freeze_gc_heap", create=True), mock.patch.object(gc, "unfreeze"):
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.collect()
+            unfreeze()
+
+
+@functools.cache
+def _register_kernels_once() -> None:
+    """Let the first engine of this process speak for all: each goes through every module of vLLM for it."""
+    platform = type(current_platform)
+    if hasattr(platform, "register_triton_kernel_overrides"):  # 0.30 has none
+        register = functools.cache(platform.register_triton_kernel_overrides)
+        platform.register_triton_kernel_overrides = lambda *_: register()
+
+
+def _blocks(options: dict[str, Any]) -> int:
+    """Enough blocks of the KV cache for every request: to fill a GiB with zeros takes as long as to load a model."""
+    return 64 + options["max_num_seqs"] * options["max_model_len"] // 16
+
+
+@contextlib.contextmanager
 def engine(pack: Path | str, **options: Any) -> Iterator[LLM]:
     """An in-process engine for ``pack``, gone again afterwards."""
     defaults: dict[str, Any] = {
@@ -57,26 +93,30 @@ def engine(pack: Path | str, **options: Any) -> Iterator[LLM]:
         "seed": 0,
         "distributed_executor_backend": "uni",
         "enable_prefix_caching": False,
+        **options,
     }
+    defaults.setdefault("num_gpu_blocks_override", _blocks(defaults))
     from vllm.distributed import cleanup_dist_env_and_memory
 
     def clean_up() -> None:
         cleanup_dist_env_and_memory()
         torch.set_num_threads = _SET_NUM_THREADS
 
-    try:
-        llm = LLM(str(pack), **{**defaults, **options})
-    except BaseException:
-        clean_up()  # or the next engine of this process finds half of this one
-        raise
-    try:
-        yield llm
-    finally:
-        # The caller's name still refers to the engine, so it has to be told to let go of the process groups.
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        clean_up()
+    _register_kernels_once()
+    with _young_heap():
+        try:
+            llm = LLM(str(pack), **defaults)
+        except BaseException:
+            clean_up()  # or the next engine of this process finds half of this one
+            raise
+        try:
+            yield llm
+        finally:
+            # The caller's name still refers to the engine, so it has to be told to let go of the process groups.
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            clean_up()
 
 
 def model_of(llm: LLM) -> torch.nn.Module:
