@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,28 +31,36 @@ def relative_error(ours: torch.Tensor, theirs: np.ndarray) -> float:
     return float(np.linalg.norm(values - theirs) / np.linalg.norm(theirs))
 
 
+def write_variant(
+    parent: Path,
+    name: str,
+    tensors: Callable[[Tensors], None] | None = None,
+    config: Callable[[dict], None] | None = None,
+) -> Path:
+    """A copy of a golden pack in a new folder of ``parent``, with its tensors and config.json changed by functions."""
+    folder = parent / f"{name}-{len(list(parent.iterdir()))}"
+    shutil.copytree(PACKS / name, folder)
+    if tensors is not None:
+        with safe_open(folder / "model.safetensors", "pt") as stored:
+            loaded = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118  not a dict
+        tensors(loaded)
+        save_file(loaded, folder / "model.safetensors", {"format": "pt"})
+        # The ledger describes the file as it was; without it the headers speak alone.
+        (folder / "quantization_config.json").unlink(missing_ok=True)
+    if config is not None:
+        content = json.loads((folder / "config.json").read_text())
+        config(content)
+        (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def drop_the_head(tensors: Tensors) -> None:
+    """Leave a pack's head out, as where it is tied to the embedding."""
+    for name in [name for name in tensors if name.startswith("lm_head.")]:
+        del tensors[name]
+
+
 @pytest.fixture
 def variant(tmp_path: Path) -> Callable[..., Path]:
-    """A function that copies a golden pack, with its tensors and config.json changed by functions."""
-
-    def make(
-        name: str,
-        tensors: Callable[[Tensors], None] | None = None,
-        config: Callable[[dict], None] | None = None,
-    ) -> Path:
-        folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
-        shutil.copytree(PACKS / name, folder)
-        if tensors is not None:
-            with safe_open(folder / "model.safetensors", "pt") as stored:
-                loaded = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118  not a dict
-            tensors(loaded)
-            save_file(loaded, folder / "model.safetensors", {"format": "pt"})
-            # The ledger describes the file as it was; without it the headers speak alone.
-            (folder / "quantization_config.json").unlink(missing_ok=True)
-        if config is not None:
-            content = json.loads((folder / "config.json").read_text())
-            config(content)
-            (folder / "config.json").write_text(json.dumps(content))
-        return folder
-
-    return make
+    """`write_variant` in a folder of the test's own."""
+    return partial(write_variant, tmp_path)

@@ -36,6 +36,7 @@ __all__ = [
     "assert_reload_restores",
     "engine",
     "generate",
+    "generate_each_on_two_ranks",
     "generate_on_two_ranks",
     "logits_of",
     "model_of",
@@ -169,13 +170,22 @@ def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 16) -> list[l
 
 def generate_on_two_ranks(pack: Path | str, tokens: int = 24, **options: Any) -> list[list[int]]:
     """Greedy continuations of `PROMPTS` by an engine over two processes."""
+    (found,) = generate_each_on_two_ranks([(pack, tokens, options)])
+    return found
+
+
+def generate_each_on_two_ranks(jobs: list[tuple[Path | str, int, dict[str, Any]]]) -> list[list[list[int]]]:
+    """The same for several engines, one after another in the same two processes, whose start takes longer than theirs.
+
+    Args:
+        jobs: pack, number of tokens and options of each engine.
+    """
     script = Path(__file__).with_name("rank.py")
-    output = run_on_two_ranks(
-        [str(script), str(pack), str(tokens), json.dumps(options)], {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    )
-    found = re.search(r"TOKENS (.*)", output.stdout)
-    assert found, output.stdout[-2000:] + output.stderr[-4000:]
-    return json.loads(found[1])
+    stated = json.dumps([(get_open_port(), str(pack), tokens, options) for pack, tokens, options in jobs])
+    output = run_on_two_ranks([str(script), stated], {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    found = [json.loads(tokens) for tokens in re.findall(r"TOKENS (\[\[[\d\[\], ]*\]\])", output.stdout)]
+    assert len(found) == len(jobs), output.stdout[-2000:] + output.stderr[-4000:]
+    return found
 
 
 def run_on_two_ranks(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:

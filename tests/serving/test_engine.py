@@ -16,7 +16,6 @@ from tests.serving.engine import (
     assert_reload_restores,
     engine,
     generate,
-    generate_on_two_ranks,
     logits_of,
     model_of,
 )
@@ -154,14 +153,6 @@ def test_a_pooling_model_does_without_the_head(variant: Callable[..., Path]) -> 
 def test_dummy_weights_need_no_loader() -> None:
     with engine(PACKS / ODD, load_format="dummy") as llm:
         assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
-
-
-@pytest.mark.parametrize("name", [PHI, ODD])
-def test_two_ranks_give_one_ranks_tokens(name: str) -> None:
-    """Both MLPs split inside a block of 128 (192 and 160 inputs a rank); one has a single KV head."""
-    with engine(PACKS / name) as llm:
-        alone = generate(llm, PROMPTS, 24)
-    assert generate_on_two_ranks(PACKS / name) == alone
 
 
 def leave_copies_beside(tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""MoE packs made by exllamav3, served by stock vLLM: logits, names, reload, two ranks, the report."""
+"""MoE packs made by exllamav3, served by stock vLLM: logits, names, reload, the report."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from tests.serving.engine import (
     assert_reload_restores,
     engine,
     generate,
-    generate_on_two_ranks,
     logits_of,
     model_of,
 )
@@ -115,14 +114,3 @@ def test_a_missing_expert_is_named_before_loading(variant: Callable[..., Path]) 
 def test_dummy_weights_need_no_loader() -> None:
     with engine(PACKS / QWEN, load_format="dummy") as llm:
         assert len(generate(llm, [[1, 2, 3]], 4)[0]) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "expert_parallel"),
-    [(MIXTRAL, False), (QWEN, True), pytest.param(MIXTRAL, True, marks=pytest.mark.slow)],
-)
-def test_two_ranks_give_one_ranks_tokens(name: str, expert_parallel: bool) -> None:
-    """Mixtral's 384 channels are three blocks: one tensor-parallel rank holds two of them, the other one."""
-    with engine(PACKS / name) as llm:
-        alone = generate(llm, PROMPTS, 24)
-    assert generate_on_two_ranks(PACKS / name, enable_expert_parallel=expert_parallel) == alone
