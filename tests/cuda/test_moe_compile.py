@@ -13,8 +13,11 @@ from vllm_exl3.cuda.survey import every_kind, typical_limits
 
 pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
 
-QUICK = ((8, 2), (3, 2), (8, 1), (6, 0), (10, 2), (7, 2), (12, 1), (16, 2))
-"""(half_bits, codebook) of the quick test, one an architecture."""
+SAMPLE = dict(zip(ARCHITECTURES, ((8, 2), (3, 2), (8, 1), (6, 0), (10, 2), (7, 2), (12, 1), (16, 2)), strict=True))
+"""(half_bits, codebook) of which every kernel is compiled, one an architecture."""
+
+QUICK = ("sm_80", "sm_90a", "sm_120a")
+"""One architecture of each kind of tensor core that kernels differ by."""
 
 MIXED = ((5, 2), (8, 1), (12, 0))
 MANY = tuple((2 * bits, 2) for bits in range(2, 9))
@@ -44,9 +47,11 @@ def check(wanted: list[Instance], architecture: str) -> None:
         assert not cubin.serialised, (instance, architecture, cubin.serialised)
 
 
-@pytest.mark.parametrize(("architecture", "code"), list(zip(ARCHITECTURES, QUICK, strict=True)), ids=str)
-def test_kernels_compile(architecture: str, code: tuple[int, int]) -> None:
-    layer = Layer(tuple((projection, *code) for projection in range(3)), 8, 8, 2, 2048, 768)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in ARCHITECTURES]
+)
+def test_kernels_compile(architecture: str) -> None:
+    layer = Layer(tuple((projection, *SAMPLE[architecture]) for projection in range(3)), 8, 8, 2, 2048, 768)
     check(instances(layer, typical_limits(architecture)), architecture)
 
 
