@@ -54,8 +54,11 @@ FUZZ_CASES ?= 1000000
 fuzz: $(PROJECT_READY)
 	$(PY) -m tests.fuzz.campaign --cases $(FUZZ_CASES)
 
+# The tests of a file stay in one process, where they share engines and compiled kernels.
+TEST_JOBS ?= 2
+
 quick: $(PROJECT_READY)
-	$(PY) -m pytest -q -m "not slow"
+	$(PY) -m pytest -q -m "not slow" -n $(TEST_JOBS) --dist loadfile
 
 lint: $(PROJECT_READY)
 	$(PY) -m ruff check .
