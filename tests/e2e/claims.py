@@ -142,7 +142,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "0.32": ("serving/test_golden.py::test_logits_are_exllamav3s",),
     "0.30, 0.31, 0.33": ("versions/test_releases.py::test_linears_and_experts",),
     "eager, and": ("serving/test_engine.py::test_compiled_and_eager_engines_agree",),
-    "tensor parallel 2": ("serving/test_engine.py::test_two_ranks_give_one_ranks_tokens", "gpu/test_two.py"),
+    "tensor parallel 2": ("serving/test_two_ranks.py::test_two_ranks_give_one_ranks_tokens", "gpu/test_two.py"),
     "pipeline parallel 2": ("serving/test_pipeline.py::test_two_stages_give_one_stages_tokens",),
     "reloading weights": (
         "serving/test_engine.py::test_reloading_the_weights_gives_the_same_logits",
