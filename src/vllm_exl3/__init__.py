@@ -10,6 +10,7 @@ __all__ = [
     "__version__",
     "inspect_exl3_moe_uva_layer",
     "register",
+    "register_as_quantpack",
     "runtime_diagnostics",
     "uva_expert_offload_required",
     "validate_exl3_moe_uva_layer",
@@ -27,6 +28,17 @@ def register() -> None:
     from vllm_exl3.serving.register import register
 
     register()
+
+
+def register_as_quantpack() -> None:
+    """Do the same where ``VLLM_PLUGINS`` names ``quantpack``; the entry point of that name.
+
+    Raises:
+        RuntimeError: that plugin is installed too.
+    """
+    from vllm_exl3.serving.register import register_as_quantpack
+
+    register_as_quantpack()
 
 
 def runtime_diagnostics() -> dict[str, object]:

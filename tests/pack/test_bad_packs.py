@@ -72,6 +72,12 @@ def _same_tensor_twice(folder: Path) -> None:
     (folder / "old.safetensors").write_bytes((folder / FILE).read_bytes())
 
 
+def _foreign_table(draft: Draft) -> None:
+    draft.drop("model.embed_tokens.weight")
+    draft.tensors["model.embed_tokens.qweight"] = ("I32", np.zeros((16, 16), np.int32))
+    draft.tensors["model.embed_tokens.qscale"] = ("F16", np.ones((16, 1), np.float16))
+
+
 def _config(**entries: object) -> Spoil:
     return lambda draft: draft.config.update(entries)
 
@@ -146,6 +152,11 @@ BAD_PACKS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
     "index does not know a whole file": (_extra_file, ("more.safetensors", INDEX)),
     "index without a weight map": (_after(lambda f: (f / INDEX).write_text("{}"), 2), (INDEX, "weight_map")),
+    # Tables
+    "a token embedding in another plugin's format": (
+        _foreign_table,
+        ("embed_tokens", ".qweight I32", "embed-quant", "vllm-quantpack", FILE),
+    ),
     # Trellis
     "trellis one tile short": (_trellis((8, 7, 48)), (f"{Q}.trellis", "112 outputs", "128")),
     "inputs no multiple of 128": (_trellis((7, 8, 48)), (f"{Q}.trellis", "112 inputs")),

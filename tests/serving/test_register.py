@@ -129,6 +129,33 @@ def test_vllm_gets_here_even_where_another_plugin_takes_the_name(monkeypatch: py
 
 
 @pytest.mark.parametrize(
+    ("allowed", "registers"),
+    [(None, False), ("quantpack", True), ("lora,quantpack", True), ("exl3,quantpack", False), ("quant", False)],
+)
+def test_the_earlier_plugin_s_name_leads_here_and_the_log_says_which_to_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: str | None, registers: bool
+) -> None:
+    called: list[None] = []
+    monkeypatch.setattr(register_module, "register", lambda: called.append(None))
+    if allowed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    register_module.register_as_quantpack()
+    assert bool(called) is registers
+    said = f"set VLLM_PLUGINS={allowed.replace('quantpack', 'exl3')}" if registers else ""
+    assert said in caplog.text and bool(caplog.text) is registers
+
+
+def test_both_plugins_under_the_earlier_one_s_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "quantpack")
+    monkeypatch.setattr(register_module, "_registered", False)
+    install(_Entry("quantpack", "q:register", "vllm-quantpack"))(monkeypatch)
+    with pytest.raises(RuntimeError, match="uninstall vllm-quantpack"):
+        register_module.register_as_quantpack()
+
+
+@pytest.mark.parametrize(
     ("declared", "claimed"),
     [
         ({"quant_method": "exl3"}, "exl3"),

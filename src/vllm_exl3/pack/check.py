@@ -66,6 +66,7 @@ def find_faults(pack: Pack) -> Iterator[Exl3PackError]:
     yield from _orphans(pack)
     yield from _marker_faults(pack)
     yield from _foreign_weights(pack)
+    yield from _foreign_table(pack)
     yield from _gaps(pack)
     yield from layer_faults(pack)
     yield from expert_faults(pack)
@@ -206,6 +207,23 @@ def _foreign_weights(pack: Pack) -> Iterator[Exl3PackError]:
             "EXL3, 16- or 32-bit floats, or a non_routed_quantization in config.json that names their format",
             f"{foreign[0].name} in {foreign[0].file}",
             "Declare the source model's format as non_routed_quantization, or convert these layers to 16 bits.",
+        )
+
+
+def _foreign_table(pack: Pack) -> Iterator[Exl3PackError]:
+    """A token embedding in another plugin's format, which no layer of the model would load."""
+    if any(is_embedding_name(key) for key in (*pack.dense, *pack.embeddings)):
+        return
+    parts = [tensor for name, tensor in pack.tensors.items() if is_embedding_name(name.rpartition(".")[0])]
+    if parts:
+        key = parts[0].name.rpartition(".")[0]
+        yield _fault(
+            f"a token embedding of {', '.join(f'.{_leaf(part.name)} {part.dtype}' for part in parts)}",
+            f"{key}.weight, a row code of exllamav3, or a table of vllm-exl3 embed-quant",
+            f"{parts[0].name} in {parts[0].file}",
+            "The embed_quant of another plugin, such as vllm-quantpack, has a format of its own, which is not read: "
+            f"put {key}.weight in 16 bits back, from the pack as it was before or from the source model; "
+            "`vllm-exl3 embed-quant` then makes a table that is served.",
         )
 
 

@@ -1,13 +1,16 @@
 """Registration with vLLM, and the refusal to share a process with another EXL3 plugin."""
 
 import importlib.util
+import logging
 import os
 from importlib.metadata import EntryPoint, entry_points
 
-__all__ = ["conflicts", "register"]
+__all__ = ["conflicts", "register", "register_as_quantpack"]
+
+logger = logging.getLogger("vllm.exl3")
 
 _GROUP = "vllm.general_plugins"
-_OWN_ENTRY = "vllm_exl3:register"
+_OWN_ENTRIES = ("vllm_exl3:register", "vllm_exl3:register_as_quantpack")
 _NAME, _SECOND_NAME = "exl3", "vllm_exl3"
 """This package's entry points. vLLM calls one plugin of each name, the last it finds, so another ``exl3`` can
 shadow the first; the second still gets here and says so."""
@@ -49,6 +52,24 @@ def register() -> None:
     _registered = True
 
 
+def register_as_quantpack() -> None:
+    """Serve a process whose ``VLLM_PLUGINS`` still names the plugin that served the packs before, and say so.
+
+    Raises:
+        RuntimeError: that plugin is installed too.
+    """
+    names = os.environ.get("VLLM_PLUGINS", "").split(",")
+    if "quantpack" not in names or {_NAME, _SECOND_NAME} & set(names):
+        return  # the entry points of this package's own name serve it
+    logger.warning(
+        "vllm-exl3: VLLM_PLUGINS=%s names vllm-quantpack; this package serves its packs, under another name: set "
+        "VLLM_PLUGINS=%s, or unset it",
+        os.environ["VLLM_PLUGINS"],
+        ",".join(_NAME if name == "quantpack" else name for name in names),
+    )
+    register()
+
+
 def conflicts() -> list[str]:
     """Names of other EXL3 plugins that vLLM would load in this process."""
     found = {_distribution(entry) for entry in _others()}
@@ -65,7 +86,9 @@ def _others() -> list[EntryPoint]:
     return [
         entry
         for entry in entry_points(group=_GROUP)
-        if entry.value.replace(" ", "") != _OWN_ENTRY and (names is None or entry.name in names) and _serves_exl3(entry)
+        if entry.value.replace(" ", "") not in _OWN_ENTRIES
+        and (names is None or entry.name in names)
+        and _serves_exl3(entry)
     ]
 
 
