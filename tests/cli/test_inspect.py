@@ -50,6 +50,12 @@ def test_golden_pack_as_json(golden_pack: Path) -> None:
     assert sum(row["count"] for row in found["shapes"]) == len(pack.linears)
     assert sum(row["bytes"] for row in found["bits"]) == sum(linear.nbytes for linear in pack.linears.values())
     assert sum(row["bytes"] for row in found["dense"]) == sum(tensor.nbytes for tensor in pack.dense.values())
+    kinds = found["module_kinds"]
+    assert sum(row["bytes"] for row in kinds) == pack.nbytes
+    assert {row["kind"] for row in kinds} >= {"embedding", "attention", "head", "norms and others"}
+    assert sum(row["modules"] for row in kinds if row["kind"] == "routed experts") == sum(
+        len(roles) for group in pack.experts.values() for roles in group.members.values()
+    )
     declared = found["declared"]
     assert abs(found["average_bits"]["body"] - declared["bits"]) < 0.01
     assert found["average_bits"]["head"] == declared["head_bits"]

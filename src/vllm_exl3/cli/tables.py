@@ -20,6 +20,13 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
         rows = [(row["label"], row["tensors"], row["weights"], format_bytes(row["bytes"])) for row in survey[key]]
         rows = sorted(rows, key=lambda row: float(row[0])) if key == "bits" else rows
         _print_table(console, title, ("", "linears", "weights", "bytes"), rows)
+    _print_table(
+        console,
+        "Bits per weight by kind of module",
+        ("kind", "modules", "weights", "bytes", "bits"),
+        ((row["kind"], row["modules"], row["weights"], format_bytes(row["bytes"]), f"{row['bits']:.2f}")
+         for row in survey["module_kinds"]),
+    )  # fmt: skip
     _print_table(console, "EXL3 linears", ("modules", "count", "in", "out", "K"), map(_shape_row, survey["shapes"]))
     _print_table(
         console,
@@ -121,7 +128,7 @@ def _print_table(console: Console, title: str, headings: Iterable[str], rows: It
         return
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for heading in headings:
-        numeric = heading in ("count", "linears", "weights", "bytes", "rows", "degree", "K")
+        numeric = heading in ("count", "linears", "weights", "bytes", "rows", "degree", "K", "bits")
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in filled:
         table.add_row(*row)

@@ -103,7 +103,10 @@ def _index_faults(pack: Pack) -> Iterator[Exl3PackError]:
     """vLLM reads only files that the index names, so an index that disagrees loses tensors silently."""
     if pack.index is None:
         return
-    remedy = "The index is of another revision: fetch it again, or delete it and keep the pack's files only."
+    remedy = (
+        "The index is of another revision: fetch it again, write a new one (`vllm-exl3 reindex`), or delete it and keep "
+        "the pack's files only."
+    )
     skipper = Skipper(pack)
     absent = [name for name in pack.index if name not in pack.tensors and pack.index[name] in pack.files]
     if absent:

@@ -1,7 +1,7 @@
 """Which files of a pack hold weights, and what to say when they are not all there."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_exl3.pack.errors import Exl3PackError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INDEX",
+    "absent_file_fault",
     "missing_file_fault",
     "no_config_fault",
     "no_trellis_fault",
@@ -53,7 +54,12 @@ def _consolidated(name: str) -> bool:
 
 def missing_file_fault(pack: "Pack") -> Exl3PackError | None:
     """The fault of a pack whose index or file numbering names files that are not there."""
-    wanted = dict.fromkeys((pack.index or {}).values(), INDEX)
+    return absent_file_fault(pack, (pack.index or {}).values())
+
+
+def absent_file_fault(pack: "Pack", indexed: Iterable[str]) -> Exl3PackError | None:
+    """The same, given the files that an index names: of an index that cannot be read, none."""
+    wanted = dict.fromkeys(indexed, INDEX)
     for name in pack.files:
         if match := _NUMBERED.match(name):
             count = int(match["count"])

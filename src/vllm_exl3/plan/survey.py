@@ -12,6 +12,7 @@ from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import RULES, classify
 from vllm_exl3.pack.stored import StoredLinear, StoredRowTable, StoredScaledTable, StoredTensor
 from vllm_exl3.pack.support import unserved
+from vllm_exl3.plan.module_kinds import module_kinds
 from vllm_exl3.plan.parallel import Degree, expert_parallel, tensor_parallel
 from vllm_exl3.plan.shapes import input_width, output_width
 
@@ -50,6 +51,11 @@ def survey(pack: Pack) -> dict[str, Any]:
         "average_bits": {"body": _mean(body), "head": _mean(head)},
         "codebooks": _histogram(pack.linears.values(), lambda linear: linear.codebook.label),
         "bits": _histogram(pack.linears.values(), lambda linear: f"{linear.bits:g}"),
+        "module_kinds": [
+            {"kind": kind.name, "modules": kind.modules, "weights": kind.weights, "bytes": kind.nbytes,
+             "bits": round(kind.bits, 3)}
+            for kind in module_kinds(pack)
+        ],
         "shapes": _shapes(pack),
         "dense": _dense(pack),
         "embeddings": [
