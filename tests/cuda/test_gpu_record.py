@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import record
-from vllm_exl3.cuda import compiler
+from vllm_exl3.cuda import compiler, tested
 
 ROWS = [
     {"test": "tests/gpu/test_b.py::test_1", "outcome": "passed", "seconds": 1.5},
@@ -57,7 +57,7 @@ def test_changed_options_and_triton_kernels_are_noticed(written: Path, monkeypat
         assert record.kernels_moved(written) is not None
     assert record.kernels_moved(written) is None
     given: list[dict[str, str]] = []
-    monkeypatch.setattr(record, "sources_fingerprint", lambda others: given.append(others) or "other")
+    monkeypatch.setattr(tested, "sources_fingerprint", lambda others: given.append(others) or "other")
     assert record.kernels_moved(written) is not None
     assert "accumulate.py" in given[0] and all("@triton.jit" in text for text in given[0].values())
 
@@ -86,3 +86,21 @@ def test_messages_name_no_folder_of_the_machine_that_they_are_from() -> None:
     assert record.without_folders(text) == (
         'File "tests/gpu/run.py", line 3; File "a-b.py"; https://a.org/b/c a/b/c 1/2'
     )
+
+
+def test_doctor_s_sentence_is_of_the_latest_run_of_that_model() -> None:
+    meta = {"gpu": "GPU A", "date": "2026-01-02", "commit": "abc", "kernels": tested.kernels_fingerprint()}
+    one = tested.with_run("[]", {**meta, "counts": {"passed": 7, "failed": 1, "skipped": 3}})
+    assert tested.tested_on("GPU A", one) == "7 of 8 tests passed on GPU A, 2026-01-02"
+    assert tested.tested_on("GPU B", one) == "never tested on this model, GPU B (tested on: GPU A)"
+    moved = tested.with_run(one, {**meta, "kernels": "other", "counts": {"passed": 9, "failed": 0}})
+    assert len(json.loads(moved)) == 1
+    assert tested.tested_on("GPU A", moved).endswith(
+        "9 of 9 tests passed on GPU A, 2026-01-02, but with an earlier version of the kernels"
+    )
+
+
+def test_the_package_s_record_is_that_of_the_recorded_run() -> None:
+    meta = json.loads(record.RESULTS.read_text())["meta"]
+    shipped = (record.ROOT / "src" / "vllm_exl3" / "cuda" / tested.RECORD).read_text()
+    assert tested.with_run(shipped, meta) == shipped

@@ -3,7 +3,6 @@
 Needs neither torch nor a GPU: every run of the tests asks.
 """
 
-import importlib.resources
 import json
 import re
 from collections import Counter
@@ -11,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_exl3.cuda.compiler import sources_fingerprint
+from vllm_exl3.cuda.tested import add_run, kernels_fingerprint
 from vllm_exl3.tools.results import write_results
 
-__all__ = ["RESULTS", "ROOT", "Row", "kernels_fingerprint", "kernels_moved", "without_folders", "write_record"]
+__all__ = ["RESULTS", "ROOT", "Row", "kernels_moved", "without_folders", "write_record"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200" / "tests.json"
@@ -23,13 +22,6 @@ OUTCOMES = ("passed", "failed", "skipped", "not run")
 _FOLDERS = re.compile(r"(?<![\w.:/-])/(?:[\w.+-]+/)+")
 
 Row = dict[str, Any]
-
-
-def kernels_fingerprint() -> str:
-    """SHA-256 over the sources of all kernels, CUDA's and Triton's, and CUDA's options."""
-    folder = importlib.resources.files("vllm_exl3") / "attention"  # the package itself needs torch
-    modules = {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.name[-3:] == ".py"}
-    return sources_fingerprint({name: text for name, text in modules.items() if "@triton.jit" in text})
 
 
 def kernels_moved(path: Path = RESULTS) -> str | None:
@@ -66,4 +58,6 @@ def write_record(path: Path, rows: Iterable[Row], *, command: str, facts: Row) -
     facts = {"kernels": kernels_fingerprint(), "counts": {name: counts[name] for name in OUTCOMES}, **facts}
     write_results(path, kept, machine="h200", command=command, facts=facts)
     meta: Row = json.loads(path.read_text(encoding="utf-8"))["meta"]
+    if path == RESULTS and meta.get("gpu"):
+        add_run(ROOT / "src" / "vllm_exl3" / "cuda", meta)
     return meta

@@ -1,11 +1,16 @@
 """``vllm-exl3 doctor``: whether this machine can serve EXL3 packs, on GPUs or its CPU, and why not where it cannot."""
 
+import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_exl3 import __version__
+from vllm_exl3.cli.doctor_checkout import check_checkout, checkout
+from vllm_exl3.cli.doctor_gpu import check_compile_caches, check_gpu_memory, check_tested
 from vllm_exl3.cli.doctor_machine import check_compiler, check_flashinfer, check_folders, check_processors
+from vllm_exl3.cli.redaction import redacted
 from vllm_exl3.env_variable import VariableError
 
 if TYPE_CHECKING:
@@ -22,13 +27,30 @@ _ROWS = (1, 7, 16, 24, 40, 130)
 """Tokens of the linears that are compared: every kind of kernel serves one of them."""
 
 
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON that can be posted: without folders, names and tokens.")
+    ] = False,
+) -> None:
     """Check the environment, and every kernel against the plain PyTorch reference on each GPU, or on the CPU.
 
     A torch that was built without CUDA is taken for a machine that serves on its CPU. The exit status is 1 when
     something that serving needs is missing or wrong.
     """
-    failed = 0
+    found = []
+    for name, note, good in _results():
+        found.append({"check": name, "ok": good, "note": redacted(note)})
+        if not as_json:
+            typer.echo(f"{'ok  ' if good else 'FAIL'}  {name}: {note}")
+    passed = all(row["ok"] for row in found)
+    if as_json:
+        typer.echo(json.dumps({"version": __version__, "ok": passed, "checks": found}, indent=2))
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _results() -> Iterator[tuple[str, str, bool]]:
+    """Name, finding and success of every check."""
     for name, check in (*_checks(), ("environment variables", _variables)):
         try:
             note, good = check(), True
@@ -37,19 +59,19 @@ def doctor() -> None:
             plain = type(error) in (RuntimeError, ValueError, VariableError)
             said = str(error) if plain else f"{type(error).__name__}: {error}"
             note, good = said, False
-        failed += not good
-        typer.echo(f"{'ok  ' if good else 'FAIL'}  {name}: {note}")
-    if failed:
-        raise typer.Exit(1)
+        yield name, note, good
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    if (root := checkout()) is not None:
+        yield "checkout", lambda: check_checkout(root)
     yield "vLLM", _vllm
     yield "torch", _torch
     import torch
 
     if torch.version.cuda is None:
         yield "processors", check_processors
+        yield "compiled graphs", check_compile_caches
         yield "CPU, every K and codebook against the reference", _cpu
         yield "CPU, embeddings and n-gram rows against the reference", lambda: _rows("cpu")
         yield "CPU, experts against the reference", lambda: _experts("cpu")
@@ -60,7 +82,10 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "C compiler and Python.h (Triton, FlashInfer)", check_compiler
     yield "FlashInfer", check_flashinfer
     yield "folders for compiled kernels", check_folders
+    yield "compiled graphs", check_compile_caches
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        yield f"cuda:{index} memory", lambda index=index: check_gpu_memory(index)
+        yield f"cuda:{index} tests", lambda index=index: check_tested(torch.cuda.get_device_name(index))
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
         yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _on_gpu(index, _rows)
         yield f"cuda:{index} experts", lambda index=index: _on_gpu(index, _experts)

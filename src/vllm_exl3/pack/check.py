@@ -104,8 +104,8 @@ def _index_faults(pack: Pack) -> Iterator[Exl3PackError]:
     if pack.index is None:
         return
     remedy = (
-        "The index is of another revision: fetch it again, write a new one (`vllm-exl3 reindex`), or delete it and keep "
-        "the pack's files only."
+        "The index is of another revision: fetch it again, write a new one (`vllm-exl3 reindex`), or delete it and "
+        "keep the pack's files only."
     )
     skipper = Skipper(pack)
     absent = [name for name in pack.index if name not in pack.tensors and pack.index[name] in pack.files]
