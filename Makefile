@@ -73,6 +73,7 @@ docs: $(PROJECT_READY)
 	$(PY) scripts/environment_page.py
 	$(PY) scripts/readme_tables.py
 	$(PY) scripts/models_page.py
+	$(PY) scripts/plan_rates.py
 
 setup: $(PROJECT_READY)
 
