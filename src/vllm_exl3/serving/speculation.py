@@ -1,8 +1,8 @@
 """``VLLM_EXL3_SPEC_SCHEDULE``: a number of drafted tokens that follows the number of sequences.
 
 vLLM 0.30 to 0.33 have this as ``num_speculative_tokens_per_batch_size`` of ``--speculative-config``: its scheduler
-looks the number up for every step. No interface lets a plugin set it, so the method that makes the configuration is wrapped.
-What it returns changes only where the target is an EXL3 pack and the variable is set.
+looks the number up for every step. No interface lets a plugin set it, so the method that makes the configuration is
+wrapped. What it returns changes only where the target is an EXL3 pack and the variable is set.
 """
 
 import functools
