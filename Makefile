@@ -74,6 +74,7 @@ docs: $(PROJECT_READY)
 	$(PY) scripts/readme_tables.py
 	$(PY) scripts/models_page.py
 	$(PY) scripts/plan_rates.py
+	$(PY) scripts/plan_pages.py
 
 setup: $(PROJECT_READY)
 

@@ -20,6 +20,14 @@ def test_made_pages_are_current(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_planned_pages_are_current() -> None:
+    """Makes headers of six large models, which takes a quarter of a minute."""
+    command = [sys.executable, ROOT / "scripts" / "plan_pages.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_script_tells_how_it_is_used() -> None:
     scripts = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text()]
     assert len(scripts) >= 4
