@@ -102,14 +102,14 @@ def test_a_window_stops_growing() -> None:
     assert long == (-(-(1023 + 512) // 16) + 1) * 16 * 32 * 8 * 2 * 128 * 2
 
 
-def test_states_take_a_page_whatever_the_length() -> None:
-    """vLLM makes attention's pages as large as a state; a request holds one page of each layer with a state."""
+def test_states_take_pages_whatever_the_length() -> None:
+    """vLLM makes attention's pages as large as a state; a request holds two states of each layer that has them."""
     layers = cache_layers(NEXT).layers
     state = (3 * (2 * 16 * 128 + 32 * 128) + 32 * 128 * 128) * 2
     one = request_bytes(layers, "auto", 1)
     per_token = 2 * 2 * 256 * 2
     page = -(-state // (16 * per_token)) * 16 * per_token
-    assert one == (36 + 12) * page and request_bytes(layers, "auto", page // per_token) == one
+    assert one == (2 * 36 + 12) * page and request_bytes(layers, "auto", page // per_token) == one
 
 
 @pytest.mark.parametrize("cache_type", ["auto", "fp8", "int4_per_token_head"])
@@ -127,24 +127,40 @@ def test_capacity_and_requests_agree(config: dict[str, Any], cache_type: str) ->
     assert cache_capacity(layers, cache_type, 0, length).longest == 0
 
 
-def _vllm_spec(layer: CacheLayer, cache_type: str) -> Any:
+def _vllm_spec(layer: CacheLayer, cache_type: str, block: int, page: int) -> Any:
     torch = pytest.importorskip("torch")
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     dtype = {"auto": torch.bfloat16, "fp8": torch.uint8}[cache_type]
-    common = {"block_size": 16, "num_kv_heads": layer.kv_heads, "head_size": layer.head_dim, "dtype": dtype}
+    if layer.kind == "latent":
+        return interface.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=layer.latent, dtype=dtype)
+    if layer.kind == "state":
+        return interface.MambaSpec(
+            block_size=block, shapes=((layer.state,),), dtypes=(torch.uint8,), page_size_padded=page,
+            mamba_cache_mode="align", num_prefill_checkpoint_blocks=layer.states - 2,
+        )  # fmt: skip
+    common = {"block_size": block, "num_kv_heads": layer.kv_heads, "head_size": layer.head_dim, "dtype": dtype}
     if layer.kind == "window":
         return interface.SlidingWindowSpec(**common, sliding_window=layer.window)
     return interface.FullAttentionSpec(**common)
 
 
 @pytest.mark.parametrize("cache_type", ["auto", "fp8"])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, {**LLAMA, "sliding_window": 1024}], ids=["full", "gemma3", "window"])
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, GEMMA, {**LLAMA, "sliding_window": 1024}, V3, NEXT, {**NEXT, "mamba_ssm_dtype": "float32"}, NEMOTRON],
+    ids=["full", "gemma3", "window", "latent", "delta net", "delta net in float32", "mamba2"],
+)
 def test_vllm_groups_layers_and_counts_pages_alike(config: dict[str, Any], cache_type: str) -> None:
     from types import SimpleNamespace
 
     utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
     layers, length, chunk = cache_layers(config).layers, 8192, 2048
-    specs = {str(index): _vllm_spec(layer, cache_type) for index, layer in enumerate(layers)}
+    block = 16
+    if state := max(layer.state for layer in layers):  # as vLLM raises the block of such models
+        block = 16 * -(-state // (16 * max(token_bytes(layer, cache_type) for layer in layers)))
+    page = block * max(token_bytes(layer, cache_type) for layer in layers)
+    specs = {str(index): _vllm_spec(layer, cache_type, block, page) for index, layer in enumerate(layers)
+             if layer.kind != "none"}  # fmt: skip
     groups = (
         utils._get_kv_cache_groups_uniform_page_size(specs)
         if len({layer.kind for layer in layers}) > 1
@@ -152,6 +168,7 @@ def test_vllm_groups_layers_and_counts_pages_alike(config: dict[str, Any], cache
     )
     settings = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=length),
+        cache_config=SimpleNamespace(mamba_cache_mode="align"),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         max_in_flight_tokens=chunk,
     )

@@ -19,8 +19,6 @@ BLOCK_TOKENS = 16
 """vLLM's default block on CUDA."""
 INT4_SCALES = 8
 """Bytes of the two scales beside a token's nibbles (`attention.layout`): a head of D elements takes D + 8."""
-_STATE_ELEMENT = 2
-"""Bytes of a state's element: the model's 16 bits, as ``--mamba-ssm-cache-dtype auto`` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class _Pool:
     Attributes:
         block_tokens: tokens of a block of attention.
         block_bytes: of a block of any group.
-        groups: kind and window of each group.
+        groups: kind of each group, and its window or the number of states that a request holds.
     """
 
     block_tokens: int
@@ -115,9 +113,9 @@ def _pool(layers: Sequence[CacheLayer], cache_type: str, ranks: int) -> _Pool | 
     caching = [layer for layer in layers if layer.kind != "none"]
     if not caching:
         return None
-    counts = Counter((layer.kind, layer.window) for layer in caching)
+    counts = Counter((layer.kind, layer.window or layer.states) for layer in caching)
     per_token = max(token_bytes(layer, cache_type, ranks) for layer in caching)
-    state = max(layer.state * _STATE_ELEMENT // ranks for layer in caching)
+    state = max(layer.state // ranks for layer in caching)
     tokens = BLOCK_TOKENS
     if state and per_token:
         tokens = -(-state // (per_token * BLOCK_TOKENS)) * BLOCK_TOKENS
@@ -131,11 +129,11 @@ def _pool(layers: Sequence[CacheLayer], cache_type: str, ranks: int) -> _Pool | 
 def _blocks(pool: _Pool, length: int, chunk: int) -> int:
     """Blocks that one request of this length holds at most."""
     total = 0
-    for kind, window in pool.groups:
+    for kind, size in pool.groups:
         if kind == "state":
-            total += 1
+            total += size
         elif kind == "window":
-            total += -(-min(window - 1 + chunk, length) // pool.block_tokens) + 1
+            total += -(-min(size - 1 + chunk, length) // pool.block_tokens) + 1
         else:
             total += -(-length // pool.block_tokens)
     return total

@@ -36,6 +36,10 @@ INDEXER_BYTES = 4
 
 _STATE_KINDS = ("linear_attention", "mamba", "mamba2", "gated_delta_net")
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention", "local_attention")
+_ELEMENT = 2
+"""Bytes of an element in the model's 16 bits."""
+_STATES = 2
+"""The present state and one that the prefix cache keeps; Mamba-2 layers add one at the end of a prompt."""
 _NO_CACHE_KINDS = ("mlp", "moe")
 
 
@@ -51,7 +55,8 @@ class CacheLayer:
         head_dim: elements of a key, and of a value.
         latent: elements of a token's latent.
         indexer: bytes of a token in a sparse-attention indexer's own cache.
-        state: elements of a request's recurrent state and of its convolution's, whole model.
+        state: bytes of a request's recurrent state and of its convolution's, over all ranks.
+        states: how many of them a request holds, with prefix caching (which is vLLM's default).
     """
 
     kind: str
@@ -61,6 +66,7 @@ class CacheLayer:
     latent: int = 0
     indexer: int = 0
     state: int = 0
+    states: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +144,9 @@ def _layer(kind: str, text: Mapping[str, Any]) -> CacheLayer | None:
     if kind in _NO_CACHE_KINDS:
         return CacheLayer("none")
     if kind in (*_STATE_KINDS, "conv"):
-        state = _state_elements(text, kind)
-        return CacheLayer("state", state=state) if state else None
+        state = _state_bytes(text, kind)
+        held = _STATES + (number(text, "linear_num_value_heads") == 0 and kind != "conv")
+        return CacheLayer("state", state=state, states=held) if state else None
     return _attention(kind, text) if kind in (*_WINDOW_KINDS, "full_attention") else None
 
 
@@ -166,19 +173,25 @@ def _head_dim(text: Mapping[str, Any]) -> int:
     return number(text, "hidden_size") // heads if heads else 0
 
 
-def _state_elements(text: Mapping[str, Any], kind: str) -> int:
-    """Elements of one request's state in a short convolution, a gated delta net or a Mamba-2 layer; 0 if not given."""
+def _state_bytes(text: Mapping[str, Any], kind: str) -> int:
+    """Bytes of one request's state in a short convolution, a gated delta net or a Mamba-2 layer; 0 if not given."""
+    recurrent = _ELEMENT
+    if text.get("mamba_ssm_dtype") == "float32" or (
+        text.get("model_type") == "nemotron_h" and text.get("mamba_ssm_cache_dtype", "float32") == "float32"
+    ):
+        recurrent = 4
     if kind == "conv":  # LFM2's
-        return number(text, "hidden_size") * max(number(text, "conv_L_cache") - 1, 1)
+        return _ELEMENT * number(text, "hidden_size") * max(number(text, "conv_L_cache") - 1, 1)
     if values := number(text, "linear_num_value_heads"):
         keys = number(text, "linear_num_key_heads")
         key_dim, value_dim = number(text, "linear_key_head_dim"), number(text, "linear_value_head_dim")
         channels = 2 * keys * key_dim + values * value_dim
-        return channels * (max(number(text, "linear_conv_kernel_dim"), 2) - 1) + values * value_dim * key_dim
+        kept = channels * (max(number(text, "linear_conv_kernel_dim"), 2) - 1)
+        return _ELEMENT * kept + recurrent * values * value_dim * key_dim
     heads = number(text, "mamba_num_heads", "mamba_n_heads")
     width, state = number(text, "mamba_head_dim", "mamba_d_head"), number(text, "ssm_state_size", "mamba_d_state")
     if not (heads and width and state):
         return 0
     groups = number(text, "n_groups", "mamba_n_groups") or 1
     kernel = number(text, "conv_kernel", "mamba_d_conv") or 4
-    return (heads * width + 2 * groups * state) * (kernel - 1) + heads * width * state
+    return _ELEMENT * (heads * width + 2 * groups * state) * (kernel - 1) + recurrent * heads * width * state
