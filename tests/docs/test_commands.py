@@ -156,3 +156,13 @@ def test_the_index_names_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert not [name for name in sorted(pages) if f"]({name})" not in index]
+
+
+PUBLISHED = (ROOT / "tests/docs/published.txt").read_text().split()
+"""Commands, variables, functions, files and keys that earlier plugins and TabbyAPI document."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_migration_page_has_a_row_for_it(name: str) -> None:
+    rows = [line.split(" | ")[0] for line in (ROOT / "docs/migrating.md").read_text().splitlines() if line[:2] == "| "]
+    assert any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", row) for row in rows)
