@@ -76,6 +76,8 @@ docs: $(PROJECT_READY)
 	$(PY) scripts/environment_page.py
 	$(PY) scripts/readme_tables.py
 	$(PY) scripts/models_page.py
+	$(PY) scripts/plan_rates.py
+	$(PY) scripts/plan_pages.py
 
 setup: $(PROJECT_READY)
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_exl3.pack import Pack
 
-__all__ = ["measure_memory"]
+__all__ = ["measure_memory", "measure_start"]
 
 _STAGES = ("load_model", "determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
 """Of vLLM's worker, in the order in which an engine starts."""
@@ -44,6 +44,35 @@ def measure_memory(load: Callable[..., Any], folder: Path, use: Callable[[Any], 
         "kv_bytes": grown["initialize_from_config"],
         "other_bytes": grown["determine_available_memory"] + grown["compile_or_warm_up_model"] + requests,
     }
+
+
+def measure_start(load: Callable[[], Any]) -> dict[str, int]:
+    """Start an engine that profiles memory itself, and note what it took.
+
+    Args:
+        load: makes the engine in this process.
+
+    Returns:
+        ``model_bytes`` allocated by loading, ``kv_bytes`` that vLLM found to be left for the cache, and ``kv_tokens``
+        that it says the cache holds.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    original, left = Worker.determine_available_memory, [0]
+
+    def determine(self: Any) -> int:
+        left[0] = int(original(self))
+        return left[0]
+
+    Worker.determine_available_memory = determine  # type: ignore[method-assign]
+    try:
+        with _watched() as grown:
+            llm = load()
+    finally:
+        Worker.determine_available_memory = original  # type: ignore[method-assign]
+    cache = llm.llm_engine.vllm_config.cache_config
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size
+    return {"model_bytes": grown["load_model"], "kv_bytes": left[0], "kv_tokens": int(tokens)}
 
 
 def _allocated() -> int:

@@ -6,17 +6,31 @@ Importing this package loads neither torch nor vLLM nor CUDA; ``register`` is wh
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "__version__",
+_PLANNING = {
+    "CpuOffloadPlan": "exllamav3_offload",
+    "DeepseekV41Plan": "deepseek_v41",
+    "GroupedPrefillPlan": "prefill_windows",
+    "compute_mla_kv_cache_bytes": "context",
+    "filter_speculative_candidates": "speculation",
+    "get_speculative_draft_tokens": "speculation",
+    "is_adaptive_verification_enabled": "speculation",
+    "parse_speculative_schedule": "speculation",
+    "plan_deepseek_v41": "deepseek_v41",
+    "plan_exllamav3_cpu_offload": "exllamav3_offload",
+    "plan_grouped_prefill": "prefill_windows",
+    "validate_context_scaling": "context",
+}
+"""Helpers by module of ``vllm_exl3.plan``, none of which imports torch."""
+
+_OFFLOAD = (
+    "UvaExpertLayerStatus",
     "inspect_exl3_moe_uva_layer",
-    "register",
-    "register_as_quantpack",
-    "runtime_diagnostics",
     "uva_expert_offload_required",
     "validate_exl3_moe_uva_layer",
-]
+)
+"""Helpers around offloaded experts, which import vLLM."""
 
-_OFFLOAD = ("inspect_exl3_moe_uva_layer", "uva_expert_offload_required", "validate_exl3_moe_uva_layer")
+__all__ = ["__version__", "register", "register_as_quantpack", "runtime_diagnostics", *_PLANNING, *_OFFLOAD]  # noqa: PLE0604
 
 
 def register() -> None:
@@ -49,9 +63,18 @@ def runtime_diagnostics() -> dict[str, object]:
 
 
 def __getattr__(name: str) -> object:
-    """The helpers around offloaded experts, which import vLLM when they are first asked for."""
+    """The helpers, which are imported when they are first asked for."""
+    if name in _PLANNING:
+        import importlib
+
+        return getattr(importlib.import_module(f"vllm_exl3.plan.{_PLANNING[name]}"), name)
     if name in _OFFLOAD:
         from vllm_exl3.serving import offload
 
         return getattr(offload, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Every public name, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
+from vllm_exl3.env_planning import PLANNING
 from vllm_exl3.env_variable import (
     Variable,
     VariableError,
@@ -285,6 +286,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CPU_ISA,
     METRICS_FOLDER,
     CACHE,
+    *PLANNING,
 )
 """All of them, for the doctor and the documentation."""
 

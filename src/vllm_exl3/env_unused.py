@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_exl3 import env
+from vllm_exl3.env_planning import ADAPTIVE_VERIFICATION
 from vllm_exl3.env_variable import Variable
 
 __all__ = ["unused"]
@@ -45,6 +46,7 @@ def _reasons() -> Iterator[tuple[tuple[Variable[Any], ...], str]]:
     if not env.INT4_KV.get():
         cuts = (env.INT4_DECODE, env.INT4_TILES, env.INT4_FA_PREFILL)
         yield cuts, f"{env.INT4_KV.name}=0 leaves the int4 KV cache to vLLM"
+    yield (ADAPTIVE_VERIFICATION,), "vLLM has no hook that drops drafted tokens by their probability"
     if (place := env.NGRAM_TABLE.get()) != "disk":
         yield (env.NGRAM_CACHE_MIB,), f"{env.NGRAM_TABLE.name} is {place}, not disk"
 

@@ -33,6 +33,15 @@ LIMITATIONS: dict[str, tuple[str, ...]] = {
         "h200/prefill.json",
         "cuda/test_geometry.py::test_sums_are_ordered_alike_for_every_batch_of_a_class",
     ),
+    "The speeds of `vllm-exl3 plan`": (
+        "plan/test_serving_plan.py::test_only_the_h200_counts_as_measured",
+        "cli/test_gpu_plan.py::test_a_plan_that_comes_true_has_no_error",
+    ),
+    "`VLLM_EXL3_SPEC_SCHEDULE`": (
+        "serving/test_schedule.py::test_what_cannot_be_followed_is_refused",
+        "serving/test_schedule.py::test_other_methods_are_refused",
+        "plan/test_contracts.py::test_adaptive_verification_in_a_server_is_named",
+    ),
     "Bitwise equal results on two GPUs": (
         "cuda/test_geometry.py::test_blocks_of_a_strip_form_clusters_where_all_run_at_once",
     ),
@@ -84,6 +93,25 @@ LIMITATIONS: dict[str, tuple[str, ...]] = {
 }
 
 MATRIX: dict[str, tuple[str, ...]] = {
+    "weights by rank and tier": (
+        "plan/test_weights.py::test_one_rank_holds_every_byte_of_a_golden_pack",
+        "plan/test_weights.py::test_ranks_hold_what_vllm_allocated",
+        "h200-x2/two.json",
+    ),
+    "tokens of the KV cache by layer kind": (
+        "plan/test_cache.py::test_vllm_groups_layers_and_counts_pages_alike",
+        "plan/test_cache.py::test_what_is_not_modelled_is_named",
+    ),
+    "speeds": (
+        "plan/test_serving_plan.py::test_speed_on_the_measured_gpu",
+        "plan/test_serving_plan.py::test_speed_on_two_gpus_was_not_fitted",
+    ),
+    "helpers of vcruz305/vllm-exl3's API": ("plan/test_contracts.py",),
+    "a number of drafted tokens that follows": (
+        "serving/test_schedule.py::test_drafts_follow_the_batch",
+        "serving/test_schedule.py::test_vllm_looks_up_the_same_numbers",
+        "versions/test_contract.py::test_nothing_has_moved",
+    ),
     "modules that vLLM builds or reads": ("serving/test_decoding.py", "families/test_families.py"),
     "K = 1, 2, 3": ("ops/test_cpu_linear.py::test_linear_of_every_rate_codebook_and_instruction_set",),
     "codebooks 3INST": ("ops/test_cpu_linear.py::test_all_65536_states_decode_exactly",),

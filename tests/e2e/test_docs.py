@@ -13,9 +13,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-@pytest.mark.parametrize("script", ["environment_page.py", "readme_tables.py", "models_page.py"])
+@pytest.mark.parametrize("script", ["environment_page.py", "readme_tables.py", "models_page.py", "plan_rates.py"])
 def test_made_pages_are_current(script: str) -> None:
     command = [sys.executable, ROOT / "scripts" / script, "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_planned_pages_are_current() -> None:
+    """Makes headers of six large models, which takes a quarter of a minute."""
+    command = [sys.executable, ROOT / "scripts" / "plan_pages.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -42,6 +42,9 @@ def test_a_worker_says_the_same_as_its_process() -> None:
     assert offload["requested"] is False and offload["guard_installed"] is True
     assert set(offload["layers"]) >= {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
     assert here["mixed_k"]["tensor_level_mixed_k_within_layer"] is True
+    assert here["spec_schedule"] == "<default>" and here["fused_temp_rows_override_active"] is False
+    assert here["deepseek_v41"]["recommended_tp4_ep4"]["local_experts"] == 96
+    assert here["cpu_offload"]["execution_available"] is False and here["grouped_prefill"]["supported_bits"][-1] == 8
     assert here["environment"]["VLLM_EXL3_REQUIRE_UVA_EXPERTS"] is False
     calls = {
         line.split(" ")[0]: float(line.split(" ")[1])

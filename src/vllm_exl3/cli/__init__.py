@@ -13,6 +13,7 @@ from vllm_exl3.cli.demo import demo
 from vllm_exl3.cli.doctor import doctor
 from vllm_exl3.cli.embed_quant import embed_quant
 from vllm_exl3.cli.inspect import inspect
+from vllm_exl3.cli.plan import plan
 from vllm_exl3.cli.precompile import precompile
 from vllm_exl3.cli.reindex import reindex
 from vllm_exl3.env_variable import VariableError
@@ -42,6 +43,7 @@ def version(
 
 app.command()(inspect)
 app.command()(reindex)
+app.command()(plan)
 app.command()(demo)
 app.command()(embed_quant)
 app.command()(precompile)

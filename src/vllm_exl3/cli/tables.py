@@ -42,6 +42,8 @@ def print_survey(survey: Mapping[str, Any], console: Console | None = None) -> N
             (row["degree"], "yes" if row["legal"] else "no", row["blocker"] or row["note"] or "") for row in survey[key]
         ]
         _print_table(console, title, ("degree", "works", "first reason why not, or what it costs"), degrees)
+    cards = [(f"{gib} GB", line) for gib, line in survey["cards"].items()]
+    _print_table(console, "On one card (vllm-exl3 plan says more)", ("card", ""), cards)
     _print_verdict(survey, console)
 
 

@@ -12,6 +12,7 @@ from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import RULES, classify
 from vllm_exl3.pack.stored import StoredLinear, StoredRowTable, StoredScaledTable, StoredTensor
 from vllm_exl3.pack.support import unserved
+from vllm_exl3.plan.as_data import CARDS, card_line
 from vllm_exl3.plan.module_kinds import module_kinds
 from vllm_exl3.plan.parallel import Degree, expert_parallel, tensor_parallel
 from vllm_exl3.plan.shapes import input_width, output_width
@@ -72,6 +73,7 @@ def survey(pack: Pack) -> dict[str, Any]:
         "bytes_by_fate": _accounts(pack),
         "tensor_parallel": _degrees(tensor_parallel(pack)),
         "expert_parallel": _degrees(expert_parallel(pack)),
+        "cards": {str(gib): card_line(pack, gib) for gib in CARDS},
         "faults": [fault.parts() for fault in find_faults(pack)],
         "warnings": [str(warning) for warning in find_warnings(pack)],
         "not_served_yet": [refusal.found for refusal in unserved(pack)],

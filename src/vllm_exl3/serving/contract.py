@@ -202,6 +202,22 @@ TOUCHED = (
         mentions=('set_model_tag("eagle_head")', "get_model("),
     ),
     Touched(
+        "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        "VLLM_EXL3_SPEC_SCHEDULE",
+        ("target_model_config", "target_parallel_config"),
+        ("SpeculativeConfig(",),
+    ),
+    Touched(
+        "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
+        "VLLM_EXL3_SPEC_SCHEDULE, whose schedule vLLM's scheduler looks up in this table",
+        ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
+    ),
+    Touched(
+        "vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding",
+        "VLLM_EXL3_SPEC_SCHEDULE",
+        mentions=("num_speculative_tokens_per_batch_size",),
+    ),
+    Touched(
         "vllm.model_executor.offloader.uva:UVAOffloader",
         "VLLM_EXL3_REQUIRE_UVA_EXPERTS",
         mentions=("_vllm_is_uva_offloaded",),

@@ -43,12 +43,14 @@ def register() -> None:
     from vllm_exl3.serving.kv_register import register_attention
     from vllm_exl3.serving.metrics import register_metrics
     from vllm_exl3.serving.missing import register_parameter_watch
+    from vllm_exl3.serving.speculation import register_schedule
 
     register_quantization_config("exl3")(Exl3Config)
     register_embedding_hook()
     register_parameter_watch()
     register_attention()
     register_metrics()
+    register_schedule()
     _registered = True
 
 

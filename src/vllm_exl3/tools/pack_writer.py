@@ -86,7 +86,11 @@ def linear_tensors(
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[PackTensor], written: Callable[[PackTensor], None] = lambda tensor: None
+    path: Path,
+    tensors: Sequence[PackTensor],
+    written: Callable[[PackTensor], None] = lambda tensor: None,
+    *,
+    hollow: bool = False,
 ) -> None:
     """Write one safetensors file, making one tensor at a time.
 
@@ -94,6 +98,7 @@ def write_safetensors(
         path: the file.
         tensors: what it holds, in this order.
         written: called after each tensor, for progress.
+        hollow: leave a hole in the file for all but scalars, which takes no disk space and reads as zeros.
 
     Raises:
         ValueError: a tensor's values have another size than its description.
@@ -102,8 +107,12 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(layout.header)
         for tensor in tensors:
-            _write_values(file, tensor)
+            if hollow and tensor.shape:
+                file.seek(tensor.nbytes, os.SEEK_CUR)
+            else:
+                _write_values(file, tensor)
             written(tensor)
+        file.truncate()
 
 
 def _write_values(file: BinaryIO, tensor: PackTensor) -> None:
@@ -125,6 +134,7 @@ def write_pack(
     extra_files: Mapping[str, str] | None = None,
     max_shard_bytes: int = 8 << 30,
     written: Callable[[PackTensor], None] = lambda tensor: None,
+    hollow: bool = False,
 ) -> Path:
     """Write a whole pack and rename it into place, so that a folder of this name is always complete.
 
@@ -136,6 +146,7 @@ def write_pack(
         extra_files: name → text of further files, such as the tokenizer's.
         max_shard_bytes: a file that would grow past this is split, with an index.
         written: called after each tensor, for progress.
+        hollow: write headers and scalars only, as `write_safetensors` does.
 
     Returns:
         The folder.
@@ -145,7 +156,7 @@ def write_pack(
     planned = list(tensors)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _write_shards(temporary, planned, max_shard_bytes, written)
+        _write_shards(temporary, planned, max_shard_bytes, written, hollow)
         write_json(temporary / "config.json", {**config, "quantization_config": dict(quantization)})
         write_json(temporary / SIDECAR, {**quantization, "tensor_storage": tensor_storage(planned)})
         for name, text in (extra_files or {}).items():
@@ -160,7 +171,11 @@ def write_pack(
 
 
 def _write_shards(
-    folder: Path, tensors: Sequence[PackTensor], max_bytes: int, written: Callable[[PackTensor], None]
+    folder: Path,
+    tensors: Sequence[PackTensor],
+    max_bytes: int,
+    written: Callable[[PackTensor], None],
+    hollow: bool,
 ) -> None:
     shards: list[list[PackTensor]] = [[]]
     size = 0
@@ -171,11 +186,11 @@ def _write_shards(
         shards[-1].append(tensor)
         size += tensor.nbytes
     if len(shards) == 1:
-        write_safetensors(folder / "model.safetensors", shards[0], written)
+        write_safetensors(folder / "model.safetensors", shards[0], written, hollow=hollow)
         return
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / name, shard, written)
+        write_safetensors(folder / name, shard, written, hollow=hollow)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
         "weight_map": {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},

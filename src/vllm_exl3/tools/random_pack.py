@@ -61,6 +61,7 @@ def write_random_pack(
     experts: int = 0,
     top_k: int = 8,
     max_shard_bytes: int = 8 << 30,
+    hollow: bool = False,
 ) -> Path:
     """Write a decoder-only model with random EXL3 linears, streaming to disk.
 
@@ -86,6 +87,7 @@ def write_random_pack(
         experts: routed experts of a layer; 0 but for ``Qwen3MoeForCausalLM``.
         top_k: how many of them serve a token.
         max_shard_bytes: a file that would grow past this is split, with an index.
+        hollow: write headers only, for plans: files of full size that take no disk space and hold zeros.
 
     Returns:
         The folder.
@@ -177,6 +179,7 @@ def write_random_pack(
         },
         tensors=tensors,
         max_shard_bytes=max_shard_bytes,
+        hollow=hollow,
     )
 
 

@@ -1,0 +1,102 @@
+"""``vllm-exl3 plan``: what serving a pack on given GPUs takes, how fast it may be, and the command. Headers only."""
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["plan"]
+
+
+def plan(
+    pack: Annotated[str, typer.Argument(help="A folder, or a Hub repository such as owner/name.")],
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Memory of each GPU, such as 24GiB; of unequal ones 24GiB,12GiB.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory that weights may take, such as 128GiB.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks; otherwise all equal GPUs.")] = None,
+    ep: Annotated[bool, typer.Option("--ep", help="Divide whole experts over the ranks.")] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Context; otherwise what config.json allows.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8 or int4_per_token_head.")] = "auto",
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Sequences at once; otherwise vLLM's default.")
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1.0, help="As vLLM takes it.")] = 0.92,
+    gpu: Annotated[str | None, typer.Option(help="GPU model, such as 'RTX 4090', or cpu; for speeds.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, with --gpu cpu.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, such as 4.0bpw.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say whether a pack fits on given GPUs, what is left for the KV cache, how fast it may be, and the command.
+
+    The exit status is 1 when it does not fit. Speeds are estimates.
+    """
+    from vllm_exl3.cli.inspect import say_unused
+    from vllm_exl3.pack.pack import Pack
+    from vllm_exl3.plan.gpus import find_gpu, gpu_by_memory
+    from vllm_exl3.plan.serving_plan import Wish, make_plan
+    from vllm_exl3.plan.sizes import parse_gib, parse_gibs
+
+    say_unused(pack, revision)
+    try:
+        host = parse_gib(host_memory) if host_memory is not None else None
+        on_cpu = gpu is not None and gpu.lower() == "cpu"
+        model = find_gpu(gpu) if gpu is not None and not on_cpu else None
+        if gpu_memory is not None:
+            sizes = parse_gibs(gpu_memory)
+        elif model is not None:
+            sizes = (int(model.memory_gib * (1 << 30)),)
+        elif on_cpu and host is not None:
+            sizes = ()
+        else:
+            raise ValueError("give --gpu-memory or --gpu; with --gpu cpu, --host-memory")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    opened = Pack.open(pack, revision)
+    if on_cpu:
+        assert host is not None
+        _print_cpu(opened, host, threads, max_model_len, as_json)
+        return
+    count = gpus or max(len(sizes), tp or 1)
+    if len(sizes) not in (1, count):
+        raise typer.BadParameter(f"--gpu-memory names {len(sizes)} GPUs, --gpus {count}")
+    wish = Wish(
+        model or gpu_by_memory(min(sizes) / (1 << 30)), sizes, gpus=count, tensor_parallel=tp, whole_experts=ep,
+        host_bytes=host, length=max_model_len, cache_type=kv_cache_dtype, seqs=max_num_seqs,
+        utilization=gpu_memory_utilization,
+    )  # fmt: skip
+    made = make_plan(opened, wish)
+    if as_json:
+        import json
+
+        from vllm_exl3.plan.as_data import plan_as_data
+
+        typer.echo(json.dumps(plan_as_data(opened, made, revision), indent=2))
+    else:
+        from vllm_exl3.cli.plan_text import print_plan
+
+        print_plan(opened, made, revision)
+    if not made.fits:
+        raise typer.Exit(1)
+
+
+def _print_cpu(pack: object, host: int, threads: int | None, length: int | None, as_json: bool) -> None:
+    """The same for a CPU."""
+    import json
+    from dataclasses import asdict
+
+    from vllm_exl3.cli.plan_text import print_cpu_plan
+    from vllm_exl3.pack.pack import Pack
+    from vllm_exl3.plan.cpu_plan import make_cpu_plan
+
+    assert isinstance(pack, Pack)
+    made = make_cpu_plan(pack, host, threads=threads, length=length)
+    if as_json:
+        command = made.command(pack.source) if made.fits else None
+        typer.echo(json.dumps({"source": pack.source, "gpu": "cpu", **asdict(made), "command": command}, indent=2))
+    else:
+        print_cpu_plan(pack, made)
+    if not made.fits:
+        raise typer.Exit(1)

@@ -1,0 +1,26 @@
+"""Amounts of memory as people write them: ``24GiB``, ``24G``, ``24``, ``16384MiB``, and several with commas."""
+
+import re
+
+__all__ = ["parse_gib", "parse_gibs"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[gm]i?b?|ti?b?)", re.IGNORECASE)
+_UNITS = {"": 1 << 30, "g": 1 << 30, "m": 1 << 20, "t": 1 << 40}
+
+
+def parse_gib(text: str) -> int:
+    """Bytes of one amount; GB means GiB, as memory is sold, and so does no unit.
+
+    Raises:
+        ValueError: it is no amount, or zero.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2][:1].lower()]) if match else 0
+    if size <= 0:
+        raise ValueError(f"{text!r}: expected an amount of memory such as 24GiB")
+    return size
+
+
+def parse_gibs(text: str) -> tuple[int, ...]:
+    """Bytes of each of several amounts: ``24GiB,12GiB``."""
+    return tuple(parse_gib(part) for part in text.split(","))
