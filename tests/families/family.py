@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.families.vision import Vision, write_processor
 from tests.serving.dense_twin import dense_weight_of
 from tests.tiny_pack import Draft, Spec, linear
 from vllm_exl3.pack.stored import pad_to_block
@@ -54,6 +55,7 @@ class Family:
         edit: changes what transformers saved, before anything is coded; for tensors that its class lacks.
         published: keys of the family's published ``config.json`` that transformers does not write.
         tensors: makes everything in place of transformers, for families that it does not have.
+        vision: how a request with an image is made, for families that take one.
         options: of the engine.
         gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
         shows: what the report must say, if anything.
@@ -74,6 +76,7 @@ class Family:
     edit: Callable[[Tensors], None] | None = None
     published: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[], Tensors] | None = None
+    vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     gpu: str = ""
     shows: tuple[str, ...] = ()
@@ -133,6 +136,9 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
             else:
                 count = family.slices if _IN_MLP.search(key) else 1
                 _code(family.rename(key), name, values.shape, pack, twin, count)
+        elif leaf == "bias" and key.rpartition(".")[2] in family.unfused and family.is_exl3(key):
+            twin[name] = ("F32", values)
+            pack |= _split_bias(key, values, family.unfused[key.rpartition(".")[2]])
         elif family.stacked and values.ndim == 3 and ".experts" in name and family.is_exl3(name):
             _code_stacked(family, name, values.shape, pack, twin)
         else:
@@ -145,6 +151,8 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
     Draft(twin, twin_config).write(folder / "twin")
     for target in (folder / "pack", folder / "twin"):
         (target / "generation_config.json").write_text("{}")
+        if family.vision is not None:
+            write_processor(family.vision, target)
     return folder / "pack", folder / "twin"
 
 
@@ -207,6 +215,14 @@ def _code_unfused(
         pack |= (tensors := _trellises(key, outputs, inputs))
         decoded.append(_decoded(tensors, key, outputs, inputs))
     twin[name] = ("F32", np.concatenate(decoded))
+
+
+def _split_bias(key: str, values: npt.NDArray[np.float32], parts: Sequence[tuple[str, int]]) -> dict[str, Spec]:
+    """The bias of a projection that the pack stores in parts."""
+    base = key.rpartition(".")[0]
+    ends = np.cumsum([outputs for _, outputs in parts])[:-1]
+    pieces = np.split(values, ends)
+    return {f"{base}.{part}.bias": ("F32", piece) for (part, _), piece in zip(parts, pieces, strict=True)}
 
 
 def _code_stacked(

@@ -2,7 +2,8 @@
 
 from tests.families.dense_rows import DENSE
 from tests.families.moe_rows import MOE
+from tests.families.vision_rows import VISION
 
 __all__ = ["FAMILIES"]
 
-FAMILIES = (*MOE, *DENSE)
+FAMILIES = (*MOE, *DENSE, *VISION)
