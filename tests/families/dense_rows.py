@@ -60,7 +60,7 @@ DENSE = (
         tied=True,
     ),
     Family("gemma4_text", sizes("gemma4_text"), architecture="Gemma4ForCausalLM", tied=True),
-    Family("glm", sizes("glm"), unfused=_GATE_UP),
+    Family("glm", sizes("glm")),
     Family("glm4", sizes("glm4"), unfused=_GATE_UP),
     Family("cohere2", sizes("cohere2", without=("head_dim",), sliding_window=8), tied=True),
     Family("ernie4_5", sizes("ernie4_5")),

@@ -24,7 +24,7 @@ from vllm_exl3.pack.stored import pad_to_block
 
 __all__ = ["Family", "Tensors", "first_of_kinds", "sizes", "write"]
 
-Tensors = dict[str, npt.NDArray[np.float32]]
+Tensors = dict[str, npt.NDArray[Any]]
 
 _NO_LINEARS = re.compile(
     r"(^|[._])(embed|norm|conv|router|position|patch)|(^|\.)(gate|shared_expert_gate|wte|embeddings)$|embed_tokens|embedding"
@@ -57,6 +57,7 @@ class Family:
         tensors: makes everything in place of transformers, for families that it does not have.
         vision: how a request with an image is made, for families that take one.
         options: of the engine.
+        interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
         shows: what the report must say, if anything.
     """
@@ -78,6 +79,7 @@ class Family:
     tensors: Callable[[], Tensors] | None = None
     vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
 
@@ -142,7 +144,8 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
         elif family.stacked and values.ndim == 3 and ".experts" in name and family.is_exl3(name):
             _code_stacked(family, name, values.shape, pack, twin)
         else:
-            pack[family.rename(name)] = twin[name] = ("F32", values)
+            code = "I32" if values.dtype == np.int32 else "F32"
+            pack[family.rename(name)] = twin[name] = (code, values)
     if family.tied:
         _add_head(pack, twin)
     twin_config = {**config, "dtype": "float32"}
@@ -176,7 +179,9 @@ def _saved(family: Family) -> tuple[dict[str, Any], Tensors]:
             tensors = {}
             for path in sorted(Path(scratch).glob("*.safetensors")):
                 tensors |= load_file(path)
-    tensors = {name: _spread(name, values, rng) for name, values in tensors.items()}
+    tensors = {
+        name: values if values.dtype == np.int32 else _spread(name, values, rng) for name, values in tensors.items()
+    }
     if family.edit is not None:
         family.edit(tensors)
     return {**config, **family.published}, tensors

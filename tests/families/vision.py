@@ -52,6 +52,8 @@ def write_processor(vision: Vision, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = {str(number): number for number in range(_WORDS)}
+    for count in range(1, 5):  # Gemma's processor looks for runs of newlines
+        words["\n" * count] = words.pop(str(FIRST_TOKEN - count))
     for token in vision.tokens:
         del words[str(vision.id_of(token))]
         words[token] = vision.id_of(token)

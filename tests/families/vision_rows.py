@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.families.family import Family, sizes
+from tests.families.family import Family, Tensors, sizes
 from tests.families.vision import FIRST_TOKEN, Vision
 
 __all__ = ["VISION"]
@@ -73,6 +73,13 @@ _GEMMA = Vision(
 )
 _PIXTRAL = Vision(_pixtral_processor, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"), ("[IMG]",))
 
+
+def _as_published(tensors: Tensors) -> None:
+    """Give the tower the names that Gemma 3 has on the Hub, which transformers 5 reads and does not write."""
+    for name in [name for name in tensors if name.startswith("vision_tower.")]:
+        tensors[name.replace("vision_tower.", "vision_tower.vision_model.", 1)] = tensors.pop(name)
+
+
 _QWEN3_VL = Family(
     "qwen3_vl",
     {
@@ -103,6 +110,7 @@ _GEMMA3 = Family(
     architecture="Gemma3ForConditionalGeneration",
     dense=_TOWER,
     tied=True,
+    edit=_as_published,
     vision=_GEMMA,
     options={**_ENGINE, "limit_mm_per_prompt": {"image": 1}},
 )
