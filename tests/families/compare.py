@@ -49,7 +49,7 @@ def compare(family: Family, folder: Path) -> Compared:
     bound = BOUND
     if family.options.get("dtype") == "bfloat16":
         rounded = expected
-        expected, _, _ = _run(twin, replace(family, options={**family.options, "dtype": "float32"}))
+        expected, _, _ = _run(twin, replace(family, options={**family.options, "dtype": family.reference}))
         bound = _OF_BFLOAT16 * _error(rounded, expected)
     worst = max(_error(one, other) for one, other in zip(found, expected, strict=True))
     return Compared(_error(found, expected), worst, bound, theirs == ours, report)

@@ -134,8 +134,11 @@ _NATIVE = Family(
     _CONFIG,
     kind="names of its own, and modules that vLLM reads",
     tensors=_tensors,
-    dense=r"\.ape$",
+    dense="weights_proj$",  # as exllamav3 leaves it
+    slices=_O_GROUPS,  # one for each group of heads, side by side along the outputs
+    sliced=r"\.wo_a$",
     shows=("decoded while loading",),
+    reference="float16",  # its hyper-connections on CPUs take 16 bits only
     interpreted=True,
     options={"dtype": "bfloat16", "block_size": 256, "max_model_len": 512, "max_num_batched_tokens": 512},
 )
@@ -148,6 +151,7 @@ DEEPSEEK_V4 = (
         kind="routed experts alone",
         tensors=_tensors,
         exl3=r"\.experts\.\d+\.",
+        reference="float16",  # its hyper-connections on CPUs take 16 bits only
         interpreted=True,
         options=_NATIVE.options,
     ),

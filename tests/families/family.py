@@ -31,7 +31,6 @@ _NO_LINEARS = re.compile(
 )
 """Modules with a two-dimensional weight that exllamav3 leaves as they are, whatever the family."""
 
-_IN_MLP = re.compile(r"mlp\.(gate|up|down)_proj$")
 _MUL1_RMS = 1.0003
 
 
@@ -47,7 +46,8 @@ class Family:
         exl3: which of the modules that may be EXL3 are.
         dense: which of them are not, all the same.
         also: modules that are EXL3 although exllamav3 leaves modules of such names as they are.
-        slices: how many slices the linears of an MLP are stored in.
+        slices: how many slices some linears are stored in.
+        sliced: which are; those of an MLP if not said otherwise.
         tied: the embedding is the head; the pack stores an EXL3 head all the same, of which the embedding is a copy.
         unfused: modules that exllamav3 cuts up, by their last component: the parts, each with its outputs.
         stacked: how the family stacks its experts' weights: ``in_out`` for ``[experts, in, out]``, ``out_in``, or None.
@@ -57,6 +57,7 @@ class Family:
         tensors: makes everything in place of transformers, for families that it does not have.
         vision: how a request with an image is made, for families that take one.
         options: of the engine.
+        reference: the dtype that a class which takes bfloat16 is measured in.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
         shows: what the report must say, if anything.
@@ -70,6 +71,7 @@ class Family:
     dense: str = r"^$"
     also: str = r"^$"
     slices: int = 1
+    sliced: str = r"mlp\.(gate|up|down)_proj$"
     tied: bool = False
     unfused: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     stacked: str | None = None
@@ -79,6 +81,7 @@ class Family:
     tensors: Callable[[], Tensors] | None = None
     vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    reference: str = "float32"
     interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
@@ -136,7 +139,7 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
             if last in family.unfused:
                 _code_unfused(base, name, family.unfused[last], values.shape[1], pack, twin)
             else:
-                count = family.slices if _IN_MLP.search(key) else 1
+                count = family.slices if re.search(family.sliced, key) else 1
                 _code(family.rename(key), name, values.shape, pack, twin, count)
         elif leaf == "bias" and key.rpartition(".")[2] in family.unfused and family.is_exl3(key):
             twin[name] = ("F32", values)

@@ -96,6 +96,11 @@ def test_every_verdict_is_one_of_a_few() -> None:
         ("LlamaForCausalLM", "model.layers.0.self_attn.qkv_proj", False),
         ("DeepseekV41ForCausalLM", "model.layers.2.attn.indexer.wk", True),
         ("DeepseekV41ForCausalLM", "model.layers.2.attn.wk", False),
+        ("KimiLinearForCausalLM", "model.layers.0.self_attn.in_proj_qkvgfab", True),
+        ("KimiLinearForCausalLM", "model.layers.0.self_attn.o_proj", False),
+        ("FlintForCausalLM", "model.layers.0.self_attn.qkv_proj", True),
+        ("Step5ForCausalLM", "model.layers.0.self_attn.qkv_indexer_proj", True),
+        ("Step5ForCausalLM", "model.layers.0.self_attn.qkv_proj", False),
     ],
 )
 def test_layers_whose_matrix_is_read(architecture: str, prefix: str, plain: bool) -> None:

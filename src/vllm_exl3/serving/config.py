@@ -43,6 +43,7 @@ from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_laye
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, check_tables_claimed, is_draft
+from vllm_exl3.serving.specialized_decode import refuse_specialized_decode
 from vllm_exl3.serving.transformers_backend import check_logit_factors
 from vllm_exl3.serving.vocabulary import VocabularyMethods
 from vllm_exl3.serving.whole_model import watch_loading
@@ -232,6 +233,7 @@ class Exl3Config(QuantizationConfig):
         current = get_current_vllm_config_or_none()
         check_load_format(current, self.source or "the pack")
         check_logit_factors(current, self.source or "the pack")
+        refuse_specialized_decode(current, self.source or "the pack")
         let_compiled_kernels_overlap(current)
         watch_loading(current)
         prefix = prefix.removeprefix(_DRAFT_PREFIX)

@@ -31,6 +31,13 @@ PLAIN_LAYERS: Mapping[str, str] = {
     "DSparkDraftModel": r"wo_a|weights_proj",
     "DeepseekV41ForCausalLM": r"wo_a|wq_b|weights_proj|indexer\.wk|aligner\.w1",
     "DSparkV41DraftModel": r"wo_a|wq_b|weights_proj|indexer\.wk",
+    "KimiK3ForConditionalGeneration": r"in_proj_qkvgfab|routed_expert_up_proj",
+    "KimiK3MTPModel": r"in_proj_qkvgfab|routed_expert_up_proj",
+    "KimiLinearForCausalLM": r"in_proj_qkvgfab|routed_expert_up_proj",
+    "FlintForCausalLM": r"qkv_proj",
+    "Step5ForCausalLM": r"qkv_indexer_proj",
+    "Step5ForConditionalGeneration": r"qkv_indexer_proj",
+    "Step5MTP": r"qkv_indexer_proj",
 }
 """Class name of ``config.json`` to the last components of its layers' names, as a regular expression."""
 
