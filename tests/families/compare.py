@@ -1,6 +1,6 @@
 """Serves a family's pack and its twin, one after the other, in stock vLLM on a CPU, and compares what they compute."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,9 +14,6 @@ __all__ = ["BOUND", "Compared", "compare"]
 
 BOUND = 1e-3
 """Relative error of float32 logits: that of 16-bit activations in a few layers."""
-
-_OF_BFLOAT16 = 1.5
-"""A class that takes bfloat16 only may be as far from float32 as this many of its twins, which round too."""
 
 PROMPT = [1, 17, 200, 33, 5, 90, 41, 77, 250, 3, 8, 120]
 _NEW = 4
@@ -46,13 +43,8 @@ def compare(family: Family, folder: Path) -> Compared:
     pack, twin = write(family, folder)
     expected, theirs, _ = _run(twin, family)
     found, ours, report = _run(pack, family)
-    bound = BOUND
-    if family.options.get("dtype") == "bfloat16":
-        rounded = expected
-        expected, _, _ = _run(twin, replace(family, options={**family.options, "dtype": family.reference}))
-        bound = _OF_BFLOAT16 * _error(rounded, expected)
     worst = max(_error(one, other) for one, other in zip(found, expected, strict=True))
-    return Compared(_error(found, expected), worst, bound, theirs == ours, report)
+    return Compared(_error(found, expected), worst, family.bound or BOUND, theirs == ours, report)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -138,7 +138,7 @@ _NATIVE = Family(
     slices=_O_GROUPS,  # one for each group of heads, side by side along the outputs
     sliced=r"\.wo_a$",
     shows=("decoded while loading",),
-    reference="float16",  # its hyper-connections on CPUs take 16 bits only
+    bound=0.03,  # hyper-connections, attention and its cache on CPUs take bfloat16 and fp8 only
     interpreted=True,
     options={"dtype": "bfloat16", "block_size": 256, "max_model_len": 512, "max_num_batched_tokens": 512},
 )
@@ -151,7 +151,7 @@ DEEPSEEK_V4 = (
         kind="routed experts alone",
         tensors=_tensors,
         exl3=r"\.experts\.\d+\.",
-        reference="float16",  # its hyper-connections on CPUs take 16 bits only
+        bound=0.03,  # hyper-connections, attention and its cache on CPUs take bfloat16 and fp8 only
         interpreted=True,
         options=_NATIVE.options,
     ),

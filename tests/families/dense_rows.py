@@ -32,6 +32,12 @@ DENSE = (
         dense="lm_head",
         shows=("decoded while loading",),
     ),
+    Family(
+        "bloom",
+        {"model_type": "bloom", "hidden_size": 128, "n_layer": 2, "n_head": 4, "vocab_size": 640},
+        kind="rows reordered by the loader",
+        shows=("decoded while loading",),
+    ),
     Family("mistral", sizes("mistral", sliding_window=8)),
     Family("ministral", sizes("ministral", sliding_window=8)),
     Family("ministral3", sizes("ministral3")),

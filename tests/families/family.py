@@ -57,7 +57,7 @@ class Family:
         tensors: makes everything in place of transformers, for families that it does not have.
         vision: how a request with an image is made, for families that take one.
         options: of the engine.
-        reference: the dtype that a class which takes bfloat16 is measured in.
+        bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
         shows: what the report must say, if anything.
@@ -81,7 +81,7 @@ class Family:
     tensors: Callable[[], Tensors] | None = None
     vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    reference: str = "float32"
+    bound: float = 0.0
     interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
@@ -255,7 +255,7 @@ def _code_stacked(
 
 def _add_head(pack: dict[str, Spec], twin: dict[str, Spec]) -> None:
     """Let the embedding be what an EXL3 head decodes to, so that the twin, which has no head, computes the same."""
-    name = next(name for name in twin if name.endswith("embed_tokens.weight"))
+    name = next(name for name in twin if name.endswith(("embed_tokens.weight", "word_embeddings.weight")))
     shape = twin[name][1].shape
     pack |= (tensors := _trellises("lm_head", *shape))
     pack[name] = twin[name] = ("F32", _decoded(tensors, "lm_head", *shape))

@@ -52,6 +52,8 @@ def test_every_place_is_reviewed() -> None:
     [
         "model_executor/models/llama4.py::Llama4ForCausalLM.permute_qk_weight_for_rotary",
         "model_executor/models/falcon.py::FalconModel.load_weights",
+        "model_executor/models/bloom.py::BloomModel._repack_qkv",
+        "model_executor/models/bailing_moe.py::BailingMoeForCausalLM._normalize_lm_head",
         "model_executor/models/k2_horizon.py::K2HorizonModel.load_weights",
         "model_executor/models/gemma4_dspark.py::Gemma4DSparkModel._build_context_kv_buffers",
     ],

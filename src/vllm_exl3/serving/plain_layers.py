@@ -16,6 +16,8 @@ __all__ = ["PLAIN_LAYERS", "wants_a_matrix"]
 PLAIN_LAYERS: Mapping[str, str] = {
     "FalconForCausalLM": r"query_key_value",
     "RWForCausalLM": r"query_key_value",
+    "BloomForCausalLM": r"query_key_value",
+    "GPTNeoXForCausalLM": r"query_key_value",
     "LongcatFlashForCausalLM": r"kv_b_proj",
     "LongcatFlashNgramForCausalLM": r"kv_b_proj",
     "LongCatFlashMTPModel": r"kv_b_proj",
