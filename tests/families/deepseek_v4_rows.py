@@ -129,11 +129,20 @@ def _tensors() -> Tensors:
     return tensors
 
 
+def _choose_clearly(tensors: Tensors) -> None:
+    """Keep scores that bfloat16 rounds from choosing other experts in the pack than in the twin."""
+    order = np.random.default_rng(1).permutation(_EXPERTS)
+    for name in tensors:
+        if name.endswith(".gate.bias"):
+            tensors[name] = (2.0 * order).astype(np.float32)  # scores differ by less
+
+
 _NATIVE = Family(
     "deepseek_v4",
     _CONFIG,
     kind="names of its own, and modules that vLLM reads",
     tensors=_tensors,
+    edit=_choose_clearly,
     dense="weights_proj$",  # as exllamav3 leaves it
     slices=_O_GROUPS,  # one for each group of heads, side by side along the outputs
     sliced=r"\.wo_a$",
@@ -150,6 +159,7 @@ DEEPSEEK_V4 = (
         _CONFIG,
         kind="routed experts alone",
         tensors=_tensors,
+        edit=_choose_clearly,
         exl3=r"\.experts\.\d+\.",
         bound=0.03,  # hyper-connections, attention and its cache on CPUs take bfloat16 and fp8 only
         interpreted=True,
