@@ -26,7 +26,7 @@ NAMED = {
     "DeepSeek V4.1": ("DeepseekV41ForCausalLM", ""),
     "GLM-5.3-Flash": ("Glm5NextForConditionalGeneration", ""),
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration", ""),
-    "Nemotron 3.5 Super with images": ("NemotronH_Super_Omni_Reasoning_V3", ""),
+    "Nemotron-H Super with images": ("NemotronH_Super_Omni_Reasoning_V3", ""),
     "Flint": ("FlintForCausalLM", ""),
     "Kimi Linear": ("KimiLinearForCausalLM", ""),
     "Laguna": ("LagunaForCausalLM", ""),

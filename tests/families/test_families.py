@@ -14,7 +14,7 @@ from tests.serving.engine import PROMPTS, engine, generate, generate_on_two_rank
 RESULTS = Path(__file__).with_name("results.json")
 
 _QUICK = {"llama4_text"}
-"""A row that was silently wrong once; all others are in `make test-all`, as an engine and its twin take half a minute."""
+"""A row that was silently wrong once; all others are in `make test-all`: an engine and its twin take half a minute."""
 
 
 def _rows() -> list[object]:
