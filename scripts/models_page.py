@@ -1,12 +1,14 @@
 """Writes docs/models.md from tests/families/results.json; ``--run [NAME ...]`` fills that first.
 
 Each row of the table in ``tests/families`` is served in stock vLLM on this machine's CPU, which takes about a minute.
+``--releases`` notes in tests/families/releases.json which classes each release of vLLM registers.
 """
 
 import argparse
 import datetime
 import importlib.metadata
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,20 +17,54 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "families" / "results.json"
 
+RELEASES = ROOT / "tests" / "families" / "releases.json"
+SUPPORTED = ("0.30", "0.31", "0.32", "0.33")
+
+NAMED = {
+    "DeepSeek V4": ("DeepseekV4ForCausalLM", "deepseek_v4"),
+    "DeepSeek V4 with images": ("DeepseekV4ForConditionalGeneration", ""),
+    "DeepSeek V4.1": ("DeepseekV41ForCausalLM", ""),
+    "GLM-5.3-Flash": ("Glm5NextForConditionalGeneration", ""),
+    "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration", ""),
+    "Nemotron-H Super with images": ("NemotronH_Super_Omni_Reasoning_V3", ""),
+    "Flint": ("FlintForCausalLM", ""),
+    "Kimi Linear": ("KimiLinearForCausalLM", ""),
+    "Laguna": ("LagunaForCausalLM", ""),
+    "OLMo hybrid": ("OlmoHybridForCausalLM", ""),
+    "MiMo-V2": ("MiMoV2ForCausalLM", ""),
+    "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", ""),
+    "Spark-X2.5": ("Spark2_5ForCausalLM", ""),
+    "Ministral 3": ("Ministral3ForCausalLM", "ministral3"),
+    "Hunyuan MoE": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+}
+"""Families with packs that are asked for, to the class of their config.json and a row above, if there is one."""
+
+NAMED_HEAD = """
+## By release
+
+Which releases of vLLM have the class of a family. A family without a row above needs a GPU, or has none yet: it is
+built from the same layers, and none of its packs was compared. Where no release has the class, vLLM refuses the model
+by the name of its class.
+
+| family | class | 0.30 | 0.31 | 0.32 | 0.33 | compared above |
+|---|---|---|---|---|---|---|
+"""
+
 HEAD = """# Models
 
 Made by `python scripts/models_page.py` from `tests/families/results.json`, which `--run` fills; edit neither by hand.
 
 Any vLLM model class that is built from vLLM's own linear layers can be served; the plugin implements no models. For
 each family below, a tiny random pack with the family's own tensor names was served in stock vLLM on a CPU in float32,
-and so was its twin, which holds what the pack's trellises decode to. The error is that of all logits of a prompt,
-relative (Frobenius norm), of which 1e-3 is allowed: the rounding of 16-bit activations. "Decoded" says that some module
-takes its weight decoded, because vLLM builds or reads it without quantization; the start-up report names it.
+and so was its twin, which holds what the pack's trellises decode to; families that take images were given one. The
+error is that of all logits of a prompt, relative (Frobenius norm). 1e-3 is allowed, the rounding of 16-bit activations,
+or more where vLLM's class rounds to 16 bits throughout. "Decoded" says that some module takes its weight decoded,
+because vLLM builds or reads it without quantization; the start-up report names it.
 
 """
 
-TABLE = """| family | what it stands for | error | worst position | same greedy tokens | decoded | vLLM |
-|---|---|---|---|---|---|---|
+TABLE = """| family | what it stands for | error | allowed | worst position | same greedy tokens | decoded | vLLM |
+|---|---|---|---|---|---|---|---|
 """
 
 NOT = """
@@ -47,13 +83,34 @@ def page(results: list[dict[str, Any]]) -> str:
     for row in sorted(served, key=lambda row: str(row["name"])):
         kind = row["kind"] or ("tied head" if row["tied"] else "")
         tokens, decoded = ("yes" if row[name] else "no" for name in ("same_tokens", "decoded"))
-        text += (
-            f"| `{row['name']}` | {kind} | {row['error']:.1e} | {row['worst']:.1e} | {tokens} | {decoded} "
-            f"| {row['vllm']} |\n"
-        )
+        errors = f"{row['error']:.1e} | {row['bound']:.0e} | {row['worst']:.1e}"
+        text += f"| `{row['name']}` | {kind} | {errors} | {tokens} | {decoded} | {row['vllm']} |\n"
     if faults:
         text += NOT + "".join(f"| `{row['name']}` | {row['fault']} |\n" for row in faults)
+    return text + _by_release({str(row["name"]) for row in served})
+
+
+def _by_release(served: set[str]) -> str:
+    registered = json.loads(RELEASES.read_text(encoding="utf-8"))
+    text = NAMED_HEAD
+    for family, (name, row) in NAMED.items():
+        cells = ["yes" if name in registered[release] else "no" for release in SUPPORTED]
+        compared = f"`{row}`" if row in served else "no"
+        text += f"| {family} | `{name}` | {' | '.join(cells)} | {compared} |\n"
     return text
+
+
+def note_releases() -> None:
+    """Note which of the named classes each release registers, from its own Python files."""
+    sys.path.insert(0, str(ROOT))
+    from scripts.vllm_tree import make_tree
+
+    registered = {}
+    for release in SUPPORTED:
+        registry = make_tree(f"{release}.0") / "vllm" / "model_executor" / "models" / "registry.py"
+        names = set(re.findall(r'^ +"(\w+)": \(', registry.read_text(encoding="utf-8"), re.MULTILINE))
+        registered[release] = sorted(names & {name for name, _ in NAMED.values()})
+    RELEASES.write_text(json.dumps(registered, indent=1) + "\n", encoding="utf-8")
 
 
 def run(names: list[str]) -> None:
@@ -80,7 +137,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/models.md from recorded comparisons.")
     parser.add_argument("--run", nargs="*", metavar="NAME", help="compare these rows first, or all")
     parser.add_argument("--check", action="store_true", help="only say whether the page is current")
+    parser.add_argument("--releases", action="store_true", help="note first what each release of vLLM registers")
     arguments = parser.parse_args()
+    if arguments.releases:
+        note_releases()
     if arguments.run is not None:
         run(arguments.run)
     text = page(recorded())

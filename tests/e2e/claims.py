@@ -8,7 +8,10 @@ LIMITATIONS: dict[str, tuple[str, ...]] = {
     "Routed experts stored in slices": (
         "serving/test_register.py::test_what_is_not_served_yet_is_refused_before_the_model_is_built",
     ),
-    "Layers whose matrix vLLM's own": ("versions/test_weight_places.py",),
+    "The decode step that": (
+        "serving/test_direct_readers.py::test_a_decode_step_that_reads_matrices_is_refused_by_name",
+    ),
+    "Layers that vLLM's code": ("versions/test_weight_places.py", "serving/test_rewritten.py"),
     "Modules that vLLM builds": ("serving/test_decoding.py", "families/test_families.py"),
     "Models in GPTQ or AWQ on CPUs": ("serving/test_embedding.py::test_gptq_and_awq_models_keep_their_linears",),
     "The NEON kernels for aarch64": ("ops/test_aarch64.py",),
@@ -148,9 +151,8 @@ MATRIX: dict[str, tuple[str, ...]] = {
     ),
     "vocabularies of": ("serving/test_vocabulary.py::test_ranks_hold_the_vocabulary_once_and_add_up_to_it",),
     "n-gram tables": ("serving/test_ngram.py::test_two_ranks_share_the_rows_and_give_one_rank_s", "gpu/test_ngram.py"),
-    "MLPs stored in slices": (
-        "serving/test_register.py::test_what_is_not_served_yet_is_refused_before_the_model_is_built",
-    ),
+    "vision towers and projectors": ("families/test_families.py", "serving/test_whole_model.py"),
+    "MLPs and DeepSeek V4's": ("families/test_families.py",),
     "Llama": ("serving/test_golden.py::test_logits_are_exllamav3s",),
     "Phi-3": ("serving/test_golden.py::test_logits_are_exllamav3s",),
     "Gemma 2": ("serving/test_golden.py::test_logits_are_exllamav3s",),

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.families.family import Family, write
-from tests.serving.engine import engine, generate, logits_of
+from tests.families.vision import Vision, picture
+from tests.serving.engine import Prompt, engine, generate, logits_of
 from vllm_exl3.serving.report import reports
 
 __all__ = ["BOUND", "Compared", "compare"]
@@ -26,12 +26,14 @@ class Compared:
     Attributes:
         error: relative Frobenius error of all positions' logits.
         worst: that of the position where it is largest.
+        bound: of the error; the worst position may have twice as much.
         same_tokens: whether both continue the prompt alike.
         report: the start-up report of the pack's engine.
     """
 
     error: float
     worst: float
+    bound: float
     same_tokens: bool
     report: str
 
@@ -39,18 +41,29 @@ class Compared:
 def compare(family: Family, folder: Path) -> Compared:
     """Write, serve and compare one row of the table."""
     pack, twin = write(family, folder)
-    expected, theirs, _ = _run(twin, family.options)
-    found, ours, report = _run(pack, family.options)
-    difference = torch.linalg.norm(found - expected, dim=-1) / torch.linalg.norm(expected, dim=-1)
-    error = float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
-    return Compared(error, float(difference.max()), theirs == ours, report)
+    expected, theirs, _ = _run(twin, family)
+    found, ours, report = _run(pack, family)
+    worst = max(_error(one, other) for one, other in zip(found, expected, strict=True))
+    return Compared(_error(found, expected), worst, family.bound or BOUND, theirs == ours, report)
 
 
-def _run(folder: Path, options: Any) -> tuple[torch.Tensor, list[list[int]], str]:
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
+
+
+def _prompt(vision: Vision | None) -> Prompt:
+    if vision is None:
+        return PROMPT
+    ids = vision.prompt_ids(PROMPT[:4], PROMPT[4:])
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(vision)}}
+
+
+def _run(folder: Path, family: Family) -> tuple[torch.Tensor, list[list[int]], str]:
     before = len(reports())
-    with engine(folder, **options) as llm:
-        logits = logits_of(llm, PROMPT).double()
-        tokens = generate(llm, [PROMPT], _NEW)
+    with engine(folder, **family.options) as llm:
+        prompt = _prompt(family.vision)
+        logits = logits_of(llm, prompt).double()
+        tokens = generate(llm, [prompt], _NEW)
     new = reports()[before:]
     assert torch.isfinite(logits).all(), f"{folder}: logits that are no numbers"
     return logits, tokens, "\n".join(report.text() for report in new)

@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.families.vision import Vision, write_processor
 from tests.serving.dense_twin import dense_weight_of
 from tests.tiny_pack import Draft, Spec, linear
 from vllm_exl3.pack.stored import pad_to_block
 
 __all__ = ["Family", "Tensors", "first_of_kinds", "sizes", "write"]
 
-Tensors = dict[str, npt.NDArray[np.float32]]
+Tensors = dict[str, npt.NDArray[Any]]
 
 _NO_LINEARS = re.compile(
     r"(^|[._])(embed|norm|conv|router|position|patch)|(^|\.)(gate|shared_expert_gate|wte|embeddings)$|embed_tokens|embedding"
 )
 """Modules with a two-dimensional weight that exllamav3 leaves as they are, whatever the family."""
 
-_IN_MLP = re.compile(r"mlp\.(gate|up|down)_proj$")
 _MUL1_RMS = 1.0003
 
 
@@ -46,7 +46,8 @@ class Family:
         exl3: which of the modules that may be EXL3 are.
         dense: which of them are not, all the same.
         also: modules that are EXL3 although exllamav3 leaves modules of such names as they are.
-        slices: how many slices the linears of an MLP are stored in.
+        slices: how many slices some linears are stored in.
+        sliced: which are; those of an MLP if not said otherwise.
         tied: the embedding is the head; the pack stores an EXL3 head all the same, of which the embedding is a copy.
         unfused: modules that exllamav3 cuts up, by their last component: the parts, each with its outputs.
         stacked: how the family stacks its experts' weights: ``in_out`` for ``[experts, in, out]``, ``out_in``, or None.
@@ -54,7 +55,10 @@ class Family:
         edit: changes what transformers saved, before anything is coded; for tensors that its class lacks.
         published: keys of the family's published ``config.json`` that transformers does not write.
         tensors: makes everything in place of transformers, for families that it does not have.
+        vision: how a request with an image is made, for families that take one.
         options: of the engine.
+        bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
+        interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
         shows: what the report must say, if anything.
     """
@@ -67,6 +71,7 @@ class Family:
     dense: str = r"^$"
     also: str = r"^$"
     slices: int = 1
+    sliced: str = r"mlp\.(gate|up|down)_proj$"
     tied: bool = False
     unfused: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     stacked: str | None = None
@@ -74,7 +79,10 @@ class Family:
     edit: Callable[[Tensors], None] | None = None
     published: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[], Tensors] | None = None
+    vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    bound: float = 0.0
+    interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
 
@@ -131,12 +139,16 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
             if last in family.unfused:
                 _code_unfused(base, name, family.unfused[last], values.shape[1], pack, twin)
             else:
-                count = family.slices if _IN_MLP.search(key) else 1
+                count = family.slices if re.search(family.sliced, key) else 1
                 _code(family.rename(key), name, values.shape, pack, twin, count)
+        elif leaf == "bias" and key.rpartition(".")[2] in family.unfused and family.is_exl3(key):
+            twin[name] = ("F32", values)
+            pack |= _split_bias(key, values, family.unfused[key.rpartition(".")[2]])
         elif family.stacked and values.ndim == 3 and ".experts" in name and family.is_exl3(name):
             _code_stacked(family, name, values.shape, pack, twin)
         else:
-            pack[family.rename(name)] = twin[name] = ("F32", values)
+            code = "I32" if values.dtype == np.int32 else "F32"
+            pack[family.rename(name)] = twin[name] = (code, values)
     if family.tied:
         _add_head(pack, twin)
     twin_config = {**config, "dtype": "float32"}
@@ -145,6 +157,8 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
     Draft(twin, twin_config).write(folder / "twin")
     for target in (folder / "pack", folder / "twin"):
         (target / "generation_config.json").write_text("{}")
+        if family.vision is not None:
+            write_processor(family.vision, target)
     return folder / "pack", folder / "twin"
 
 
@@ -168,7 +182,9 @@ def _saved(family: Family) -> tuple[dict[str, Any], Tensors]:
             tensors = {}
             for path in sorted(Path(scratch).glob("*.safetensors")):
                 tensors |= load_file(path)
-    tensors = {name: _spread(name, values, rng) for name, values in tensors.items()}
+    tensors = {
+        name: values if values.dtype == np.int32 else _spread(name, values, rng) for name, values in tensors.items()
+    }
     if family.edit is not None:
         family.edit(tensors)
     return {**config, **family.published}, tensors
@@ -209,6 +225,14 @@ def _code_unfused(
     twin[name] = ("F32", np.concatenate(decoded))
 
 
+def _split_bias(key: str, values: npt.NDArray[np.float32], parts: Sequence[tuple[str, int]]) -> dict[str, Spec]:
+    """The bias of a projection that the pack stores in parts."""
+    base = key.rpartition(".")[0]
+    ends = np.cumsum([outputs for _, outputs in parts])[:-1]
+    pieces = np.split(values, ends)
+    return {f"{base}.{part}.bias": ("F32", piece) for (part, _), piece in zip(parts, pieces, strict=True)}
+
+
 def _code_stacked(
     family: Family, name: str, shape: tuple[int, ...], pack: dict[str, Spec], twin: dict[str, Spec]
 ) -> None:
@@ -231,7 +255,7 @@ def _code_stacked(
 
 def _add_head(pack: dict[str, Spec], twin: dict[str, Spec]) -> None:
     """Let the embedding be what an EXL3 head decodes to, so that the twin, which has no head, computes the same."""
-    name = next(name for name in twin if name.endswith("embed_tokens.weight"))
+    name = next(name for name in twin if name.endswith(("embed_tokens.weight", "word_embeddings.weight")))
     shape = twin[name][1].shape
     pack |= (tensors := _trellises("lm_head", *shape))
     pack[name] = twin[name] = ("F32", _decoded(tensors, "lm_head", *shape))

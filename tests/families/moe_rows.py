@@ -75,7 +75,7 @@ MOE = (
         "hy_v3",
         sizes("hy_v3", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, num_shared_experts=1,
               first_k_dense_replace=1),
-        published={"expert_hidden_dim": 128},
+        published={"expert_hidden_dim": 128, "route_norm": True, "qk_norm": True},
     ),
     Family(
         "hunyuan_v1_moe",

@@ -25,12 +25,18 @@ def one(name: str) -> dict[str, Any]:
         name: of the row.
 
     Returns:
-        ``name``, ``kind`` and either ``error``, ``worst``, ``same_tokens`` and ``decoded``, or ``fault``.
+        ``name``, ``kind`` and either ``error``, ``worst``, ``bound``, ``same_tokens``, ``decoded`` and ``missing``
+        (what the report should say and does not), or ``fault``.
     """
-    from tests.families.compare import compare
     from tests.families.rows import FAMILIES
 
     family = next(family for family in FAMILIES if family.name == name)
+    if family.interpreted:
+        from tests.families.interpreted import complete_metadata  # ahead of vLLM
+
+        complete_metadata()
+    from tests.families.compare import compare
+
     with tempfile.TemporaryDirectory() as folder:
         found = compare(family, Path(folder))
     return {
@@ -39,8 +45,10 @@ def one(name: str) -> dict[str, Any]:
         "tied": family.tied,
         "error": float(f"{found.error:.2g}"),
         "worst": float(f"{found.worst:.2g}"),
+        "bound": float(f"{found.bound:.2g}"),
         "same_tokens": found.same_tokens,
         "decoded": "decoded while loading" in found.report,
+        "missing": [text for text in family.shows if text not in found.report],
     }
 
 

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from vllm.utils.network_utils import get_open_port
 
 __all__ = [
     "PROMPTS",
+    "Prompt",
     "assert_reload_restores",
     "engine",
     "generate",
@@ -45,6 +46,9 @@ __all__ = [
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [100, 200, 300, 400, 500, 600, 11]]
 """What the ranks of `generate_on_two_ranks` continue."""
+
+Prompt = list[int] | dict[str, Any]
+"""Token ids, or what vLLM takes of a prompt with an image."""
 
 _SET_NUM_THREADS = torch.set_num_threads
 """vLLM's workers for CPUs put a function in its place that does nothing."""
@@ -125,8 +129,8 @@ def model_of(llm: LLM) -> torch.nn.Module:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
 
-def logits_of(llm: LLM, ids: list[int]) -> torch.Tensor:
-    """Logits ``[len(ids), vocabulary]`` of one prompt, as the model's own ``compute_logits`` returns them."""
+def logits_of(llm: LLM, prompt: Prompt) -> torch.Tensor:
+    """Logits ``[positions, vocabulary]`` of one prompt, as the model's own ``compute_logits`` returns them."""
     model = model_of(llm)
     captured: list[torch.Tensor] = []
     original = model.compute_logits
@@ -138,14 +142,18 @@ def logits_of(llm: LLM, ids: list[int]) -> torch.Tensor:
 
     model.compute_logits = record
     try:
-        llm.generate(
-            {"prompt_token_ids": ids},
+        (output,) = llm.generate(
+            _request(prompt),
             SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=0),
             use_tqdm=False,
         )
     finally:
         model.compute_logits = original
-    return in_order_of_positions(captured, len(ids))
+    return in_order_of_positions(captured, len(output.prompt_token_ids))
+
+
+def _request(prompt: Prompt) -> dict[str, Any]:
+    return prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
 
 
 def in_order_of_positions(parts: list[torch.Tensor], positions: int) -> torch.Tensor:
@@ -158,10 +166,10 @@ def in_order_of_positions(parts: list[torch.Tensor], positions: int) -> torch.Te
     return torch.cat([prompt[: positions - 1], parts[sampled]])
 
 
-def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:
+def generate(llm: LLM, prompts: Sequence[Prompt], max_tokens: int = 16) -> list[list[int]]:
     """Greedy continuations of some prompts."""
     outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts],
+        [_request(prompt) for prompt in prompts],
         SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True),
         use_tqdm=False,
     )

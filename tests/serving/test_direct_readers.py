@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import HunYuanMoEV1Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
 from tests.serving.conftest import MOE, PACKS
@@ -16,7 +17,8 @@ from tests.serving.engine import PROMPTS, engine, generate, model_of
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.serving.transformers_backend import LOGIT_FACTORS, check_logit_factors
+from vllm_exl3.serving.specialized_decode import refuse_specialized_decode
+from vllm_exl3.serving.transformers_backend import LOGIT_FACTORS, check_logit_factors, read_matrices, reads_matrix
 
 ODD, PHI = "llama_odd-4.0-mul1", "phi3-5.0-mul1"
 
@@ -124,3 +126,30 @@ def test_what_transformers_fuses_and_the_pack_does_not_is_refused() -> None:
         engine(PACKS / PHI, model_impl="transformers"),
     ):
         pass
+
+
+def test_code_that_reads_a_matrix_is_found() -> None:
+    source = """
+class Router:
+    def _init_weights(self, module):
+        init(self.other.weight)
+    def forward(self, x):
+        return self.wg(x) if self.wg.weight.dtype == x.dtype else self.gate(x) * self.scale + other.proj.weight
+"""
+    assert read_matrices(source) == {"wg"}
+
+
+@pytest.mark.parametrize(("name", "backend", "found"), [("wg", True, True), ("wg", False, False), ("k", True, False)])
+def test_layers_that_transformers_reads_are_decoded(name: str, backend: bool, found: bool) -> None:
+    """Hunyuan's router compares the dtype of its linear's weight."""
+    model = SimpleNamespace(using_transformers_backend=lambda: backend, hf_config=HunYuanMoEV1Config())
+    assert reads_matrix(SimpleNamespace(model_config=model), f"model.layers.0.mlp.gate.{name}") is found
+
+
+def test_a_decode_step_that_reads_matrices_is_refused_by_name() -> None:
+    config = SimpleNamespace(additional_config={"decode_backend": "latency_specialized"})
+    with pytest.raises(Exl3PackError, match=r"decode_backend 'latency_specialized' .*Leave decode_backend out"):
+        refuse_specialized_decode(config, "pack")
+    for extra in ({}, {"decode_backend": "auto"}, None):
+        refuse_specialized_decode(SimpleNamespace(additional_config=extra), "pack")
+    refuse_specialized_decode(None, "pack")

@@ -52,6 +52,8 @@ def test_every_place_is_reviewed() -> None:
     [
         "model_executor/models/llama4.py::Llama4ForCausalLM.permute_qk_weight_for_rotary",
         "model_executor/models/falcon.py::FalconModel.load_weights",
+        "model_executor/models/bloom.py::BloomModel._repack_qkv",
+        "model_executor/models/bailing_moe.py::BailingMoeForCausalLM._normalize_lm_head",
         "model_executor/models/k2_horizon.py::K2HorizonModel.load_weights",
         "model_executor/models/gemma4_dspark.py::Gemma4DSparkModel._build_context_kv_buffers",
     ],
@@ -96,6 +98,11 @@ def test_every_verdict_is_one_of_a_few() -> None:
         ("LlamaForCausalLM", "model.layers.0.self_attn.qkv_proj", False),
         ("DeepseekV41ForCausalLM", "model.layers.2.attn.indexer.wk", True),
         ("DeepseekV41ForCausalLM", "model.layers.2.attn.wk", False),
+        ("KimiLinearForCausalLM", "model.layers.0.self_attn.in_proj_qkvgfab", True),
+        ("KimiLinearForCausalLM", "model.layers.0.self_attn.o_proj", False),
+        ("FlintForCausalLM", "model.layers.0.self_attn.qkv_proj", True),
+        ("Step5ForCausalLM", "model.layers.0.self_attn.qkv_indexer_proj", True),
+        ("Step5ForCausalLM", "model.layers.0.self_attn.qkv_proj", False),
     ],
 )
 def test_layers_whose_matrix_is_read(architecture: str, prefix: str, plain: bool) -> None:

@@ -23,6 +23,9 @@ _NO_LINEAR = re.compile(r"norm|embed|conv|patch|position|query_\d|^ln_|^bn|sink"
 """Modules whose weight is no matrix of a linear."""
 
 _LOADER = re.compile(r"load|weight|remap|permute|transform|convert|split|merge|fold|absorb")
+_CHECKPOINT = {"weights", "loaded_weight", "state_dict", "loaded_weights", "named_weights"}
+"""What parameters that are a checkpoint's tensors are called."""
+
 _CHANGES = {
     *(
         "view",
@@ -73,6 +76,7 @@ class _Visitor(ast.NodeVisitor):
         self._found = found
         self._names: list[str] = []
         self._bases: list[str] = []
+        self._takes_weights: list[bool] = []
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._bases.append(" ".join(ast.unparse(base) for base in node.bases))
@@ -110,11 +114,13 @@ class _Visitor(ast.NodeVisitor):
 
     def _inside(self, name: str, node: ast.AST) -> None:
         self._names.append(name)
+        self._takes_weights.append(_takes_weights(node))
         self.generic_visit(node)
+        self._takes_weights.pop()
         self._names.pop()
 
     def _is_loader(self) -> bool:
-        return any(_LOADER.search(name) for name in self._names)
+        return any(self._takes_weights) or any(_LOADER.search(name) for name in self._names)
 
     def _may_be_linear(self, owner: ast.expr) -> bool:
         name = ast.unparse(owner).rpartition(".")[2]
@@ -124,6 +130,13 @@ class _Visitor(ast.NodeVisitor):
 
     def _note(self, node: ast.AST) -> None:
         self._found[f"{self._file}::{'.'.join(self._names)}"].add(re.sub(r"\s+", " ", ast.unparse(node))[:100])
+
+
+def _takes_weights(node: ast.AST) -> bool:
+    """Whether a function is given a checkpoint's tensors, whatever its own name is."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    return any(argument.arg in _CHECKPOINT for argument in (*node.args.args, *node.args.kwonlyargs))
 
 
 def _holds_a_weight(node: ast.expr) -> bool:

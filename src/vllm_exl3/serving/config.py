@@ -42,7 +42,9 @@ from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
+from vllm_exl3.serving.rewritten import refuse_rewritten
 from vllm_exl3.serving.skipping import OtherStages, SkippedTensors, check_tables_claimed, is_draft
+from vllm_exl3.serving.specialized_decode import refuse_specialized_decode
 from vllm_exl3.serving.transformers_backend import check_logit_factors
 from vllm_exl3.serving.vocabulary import VocabularyMethods
 from vllm_exl3.serving.whole_model import watch_loading
@@ -184,6 +186,7 @@ class Exl3Config(QuantizationConfig):
             logger.warning("EXL3 pack %s: %s", self.source, warning)
         for refusal in unserved(self.pack):
             raise refusal
+        refuse_rewritten(self.pack)
         refuse_degrees(self.pack)
         self.source_format()  # refuses what it cannot read, before any weight is read
         if hf_config is not None:
@@ -232,6 +235,7 @@ class Exl3Config(QuantizationConfig):
         current = get_current_vllm_config_or_none()
         check_load_format(current, self.source or "the pack")
         check_logit_factors(current, self.source or "the pack")
+        refuse_specialized_decode(current, self.source or "the pack")
         let_compiled_kernels_overlap(current)
         watch_loading(current)
         prefix = prefix.removeprefix(_DRAFT_PREFIX)

@@ -128,9 +128,17 @@ class DecodedModules:
         linears = [linear for part in parts for linear in part.linears]
         if not linears or any(part.key in self._config.claimed for part in parts if part.linears):
             return
+        sizes, inputs = _sizes(module)
+        if len(parts) > len(sizes):
+            raise Exl3PackError(
+                found=f"{len(parts)} stored tensors ({', '.join(part.key for part in parts)}) for a matrix that vLLM "
+                f"builds with {len(sizes)} outputs and fills in its own way",
+                expected="a stored tensor for each output",
+                where=f"{path} in {self._config.source}",
+                remedy="Use a pack that keeps these modules in 16 bits.",
+            )
         self._config.claimed.update(part.key for part in parts)
         self._config.claimed.update(linear.key for linear in linears)
-        sizes, inputs = _sizes(module)
         outputs = [Output(size, 0, size) for size in sizes]
         widths = Layout(path, tuple(parts), outputs, (0, inputs, inputs)).logical_width  # refuses what does not fit
         self._modules[path] = module

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -12,6 +13,7 @@ from vllm_exl3.serving.delegate import plain_experts, says_plain
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.plain_layers import wants_a_matrix
+from vllm_exl3.serving.transformers_backend import reads_matrix
 from vllm_exl3.serving.unloaded import watched, watched_experts
 
 if TYPE_CHECKING:
@@ -26,15 +28,16 @@ def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> Quant
     """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
     resolution = config.names().resolve(prefix)
     parts = resolution.parts if resolution is not None else ()
-    if any(part.slices for part in parts) or (parts and wants_a_matrix(config.pack.config, prefix)):
+    plain = wants_a_matrix(config.pack.config, prefix) or reads_matrix(get_current_vllm_config_or_none(), prefix)
+    if any(part.slices for part in parts) or (parts and plain):
         return UnquantizedLinearMethod()  # which `DecodedModules` finds once the model is built
     config.claimed.update(part.key for part in parts)
     if any(part.linear is not None for part in parts):
         return Exl3LinearMethod(config, prefix, parts)
     keys = [part.key for part in parts]
-    plain = says_plain(config.pack, [(part.key, part.dense) for part in parts])
+    said = says_plain(config.pack, [(part.key, part.dense) for part in parts])
     source = config.source_format()
-    method = source.linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping, plain)
+    method = source.linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping, said)
     if type(method) is UnquantizedLinearMethod:
         watched(method, prefix)
     config.report.add_dense(prefix, why_dense(method, parts))

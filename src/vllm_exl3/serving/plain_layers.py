@@ -16,6 +16,8 @@ __all__ = ["PLAIN_LAYERS", "wants_a_matrix"]
 PLAIN_LAYERS: Mapping[str, str] = {
     "FalconForCausalLM": r"query_key_value",
     "RWForCausalLM": r"query_key_value",
+    "BloomForCausalLM": r"query_key_value",
+    "GPTNeoXForCausalLM": r"query_key_value",
     "LongcatFlashForCausalLM": r"kv_b_proj",
     "LongcatFlashNgramForCausalLM": r"kv_b_proj",
     "LongCatFlashMTPModel": r"kv_b_proj",
@@ -31,6 +33,13 @@ PLAIN_LAYERS: Mapping[str, str] = {
     "DSparkDraftModel": r"wo_a|weights_proj",
     "DeepseekV41ForCausalLM": r"wo_a|wq_b|weights_proj|indexer\.wk|aligner\.w1",
     "DSparkV41DraftModel": r"wo_a|wq_b|weights_proj|indexer\.wk",
+    "KimiK3ForConditionalGeneration": r"in_proj_qkvgfab|routed_expert_up_proj",
+    "KimiK3MTPModel": r"in_proj_qkvgfab|routed_expert_up_proj",
+    "KimiLinearForCausalLM": r"in_proj_qkvgfab|routed_expert_up_proj",
+    "FlintForCausalLM": r"qkv_proj",
+    "Step5ForCausalLM": r"qkv_indexer_proj",
+    "Step5ForConditionalGeneration": r"qkv_indexer_proj",
+    "Step5MTP": r"qkv_indexer_proj",
 }
 """Class name of ``config.json`` to the last components of its layers' names, as a regular expression."""
 

@@ -108,7 +108,7 @@ class OtherNames:
         if len(leaves) == 1:
             return is_head_name(method.parts[0].key) and leaves[0] != path.rpartition(".")[2]
         known = self._config.packed_modules_mapping.get(path.rpartition(".")[2])
-        return known is not None and len(known) == 1 and list(known) != leaves
+        return known is None or (len(known) == 1 and list(known) != leaves)
 
     def others(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand these layers their tensors; give all other tensors."""

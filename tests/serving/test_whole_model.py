@@ -1,0 +1,43 @@
+"""Stored parts whose names a model class would not load: they go to their layer past the class' loader."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_exl3.serving.linear import Exl3LinearMethod
+from vllm_exl3.serving.whole_model import OtherNames
+
+PARTS = ("q_proj", "k_proj", "v_proj")
+
+
+def others(mapping: dict[str, list[str]], keys: tuple[str, ...]) -> tuple[list[str], list[tuple[str, object]]]:
+    """What is left for the class, and what the layer ``blocks.0.attn.qkv`` was given, with its shard ids."""
+    given: list[tuple[str, object]] = []
+    layer = torch.nn.Module()
+    layer.register_parameter("trellis", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    layer.trellis.weight_loader = lambda param, tensor, *shard: given.append((str(int(tensor)), *shard))
+    layer.quant_method = object.__new__(Exl3LinearMethod)
+    layer.quant_method.parts = tuple(SimpleNamespace(key=f"visual.blocks.0.attn.{key}") for key in keys)
+    layer.quant_method.layout = SimpleNamespace(part_of_output=list(range(len(keys))))
+    model = torch.nn.ModuleDict(
+        {"blocks": torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"attn": torch.nn.Module()})})}
+    )
+    model.get_submodule("blocks.0.attn").qkv = layer
+    config = SimpleNamespace(packed_modules_mapping=mapping)
+    tensors = [(f"visual.blocks.0.attn.{key}.trellis", torch.tensor(index)) for index, key in enumerate(keys)]
+    left = [name for name, _ in OtherNames(config, model).others([*tensors, ("visual.norm.weight", torch.ones(1))])]
+    return left, given
+
+
+@pytest.mark.parametrize("mapping", [{}, {"gate_up_proj": ["gate_proj", "up_proj"]}, {"qkv": ["qkv"]}])
+def test_parts_that_the_class_does_not_know_go_to_their_layer(mapping: dict[str, list[str]]) -> None:
+    left, given = others(mapping, PARTS)
+    assert left == ["visual.norm.weight"]
+    assert given == [("0", 0), ("1", 1), ("2", 2)]
+
+
+@pytest.mark.parametrize(("mapping", "keys"), [({"qkv": list(PARTS)}, PARTS), ({}, ("qkv",))])
+def test_names_that_the_class_knows_are_left_to_it(mapping: dict[str, list[str]], keys: tuple[str, ...]) -> None:
+    left, given = others(mapping, keys)
+    assert len(left) == len(keys) + 1 and not given
