@@ -141,6 +141,8 @@ extern const Kernels kernels_avx2_vnni;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512_vnni;
 extern const Kernels kernels_avx512_vbmi;
+extern const Kernels kernels_avx512_words;
+extern const Kernels kernels_avx512_fp16;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif

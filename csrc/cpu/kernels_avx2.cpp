@@ -1,5 +1,6 @@
 // The kernels for AVX2 with FMA and F16C.
 #include "simd_avx2.h"
+#include "fixed_words.h"
 
 #include "decode_words.h"
 #include "windows_words.h"

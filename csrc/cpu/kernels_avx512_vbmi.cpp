@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with VNNI, VBMI and VBMI2.
+// The kernels for AVX-512 with VNNI, VBMI and VBMI2, in dwords.
 #include "decode_avx512.h"
 #include "windows_vbmi.h"
 

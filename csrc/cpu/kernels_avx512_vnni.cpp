@@ -1,5 +1,7 @@
 // The kernels for AVX-512 with VNNI.
-#include "decode_avx512.h"
+#include "words_avx512.h"
+
+#include "decode_words.h"
 #include "windows_permute.h"
 
 #include "linear_kernels.h"

@@ -1,5 +1,6 @@
 // The kernels for aarch64.
 #include "simd_neon.h"
+#include "fixed_words.h"
 
 #include "decode_words.h"
 #include "windows_words.h"
