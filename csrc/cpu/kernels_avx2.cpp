@@ -12,7 +12,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx2 = {
-    "avx2", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx2", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

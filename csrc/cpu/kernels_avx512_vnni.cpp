@@ -11,7 +11,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx512_vnni = {
-    "avx512_vnni", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx512_vnni", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3
