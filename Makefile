@@ -18,7 +18,7 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-avx2 test-versions fuzz lint format quick wheels docs setup clean distclean
+.PHONY: help demo test test-all test-avx2 test-versions fuzz lint format quick wheels wheels-aarch64 docs setup clean distclean
 
 help:
 	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
@@ -37,7 +37,7 @@ demo: $(PROJECT_READY)
 
 test: lint quick wheels
 
-test-all: lint wheels $(PROJECT_READY)
+test-all: lint wheels wheels-aarch64 $(PROJECT_READY)
 	$(PY) -m pytest -q
 
 # test_registered.py starts processes in which no variable of this package may be set; here one is.
@@ -71,6 +71,9 @@ format: $(PROJECT_READY)
 
 wheels: $(BUILD_READY)
 	$(PY) scripts/check_wheels.py
+
+wheels-aarch64: $(BUILD_READY)
+	$(PY) scripts/check_wheels.py --aarch64
 
 docs: $(PROJECT_READY)
 	$(PY) scripts/environment_page.py

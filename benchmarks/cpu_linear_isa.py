@@ -30,6 +30,9 @@ PEERS = {
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "avx512_vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "avx512_vbmi": {},
+    "avx512_words": {},
+    "avx512_fp16": {},
+    "amx": {},
 }
 """Environment variables that limit torch (oneDNN) to each instruction set; the last may use all that the processor has,
 such as AMX."""
@@ -102,7 +105,9 @@ def measure(isas: list[str], shape: str, passes: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", nargs="+", default=["avx2", "avx2_vnni", "avx512", "avx512_vbmi"], choices=PEERS)
+    parser.add_argument(
+        "--isa", nargs="+", default=["avx2", "avx2_vnni", "avx512", "avx512_vbmi", "amx"], choices=PEERS
+    )
     parser.add_argument("--shape", default="4096x14336")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")

@@ -1,10 +1,13 @@
 """Builds the wheel with the C++ library and the one without, and checks their tags and contents.
 
-The library has a plain C interface, so one wheel serves every Python and every torch of a platform.
+The library has a plain C interface, so one wheel serves every Python and every torch of a platform. With --aarch64,
+builds that platform's wheel alone, with Debian's cross compiler; without the compiler that is skipped, and said.
 """
 
 import argparse
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,6 +15,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+CROSS_COMPILER = "aarch64-linux-gnu-g++"
+CROSS = {
+    "CMAKE_TOOLCHAIN_FILE": str(ROOT / "build_support" / "aarch64-linux-gnu.cmake"),
+    "_PYTHON_HOST_PLATFORM": "linux-aarch64",
+}
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+"""The e_machine of a library for each platform."""
+
 NEEDED = ("vllm_exl3/__init__.py", "vllm_exl3/py.typed", "vllm_exl3/pack/pack.py", "vllm_exl3/serving/config.py")
 
 
@@ -24,16 +35,22 @@ def build(folder: Path, environment: dict[str, str]) -> Path:
     return wheel
 
 
-def faults(wheel: Path, *, native: bool) -> list[str]:
-    """What is wrong with a wheel, one sentence each."""
-    python, abi, platform = wheel.stem.split("-")[-3:]
+def faults(wheel: Path, *, machine: str | None) -> list[str]:
+    """What is wrong with a wheel for a machine (such as "aarch64"; None: without the library), one sentence each."""
+    native = machine is not None
+    python, abi, tag = wheel.stem.split("-")[-3:]
     found = []
     if (python, abi) != ("py3", "none"):
         found.append(f"{wheel.name}: tagged {python}-{abi}, expected py3-none")
-    if (platform == "any") == native:
-        found.append(f"{wheel.name}: tagged for platform {platform} {'with' if native else 'without'} the library")
+    if not tag.endswith(machine or "any"):
+        found.append(f"{wheel.name}: tagged for platform {tag}, expected {machine or 'any'}")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+        headers = {name: archive.read(name)[:20] for name in names if name.endswith(".so")}
+    for name, header in headers.items():
+        code = int.from_bytes(header[18:20], "little")
+        if machine in ELF_MACHINES and code != ELF_MACHINES[machine]:
+            found.append(f"{wheel.name}: {name} is for ELF machine {code}, expected {ELF_MACHINES[machine]}")
     found += [f"{wheel.name}: lacks {name}" for name in NEEDED if name not in names]
     libraries = [name for name in names if name.endswith((".so", ".dylib", ".dll"))]
     if bool(libraries) != native:
@@ -46,15 +63,26 @@ def faults(wheel: Path, *, native: bool) -> list[str]:
 
 
 def main() -> int:
-    """Build and check both; the exit status is the number of faults."""
-    argparse.ArgumentParser(description="Build both kinds of wheel and check their tags and contents.").parse_args()
-    found = []
+    """Build and check the wheels; the exit status is the number of faults."""
+    parser = argparse.ArgumentParser(description="Build both kinds of wheel and check their tags and contents.")
+    parser.add_argument("--aarch64", action="store_true", help="cross-compile that platform's wheel instead")
+    arguments = parser.parse_args()
     # An empty PATH is a machine without compilers.
-    machines = ((True, {}), (False, {"VLLM_EXL3_NO_NATIVE": "1"}), (False, {"PATH": "", "CXX": ""}))
-    for native, environment in machines:
+    wheels: list[tuple[str | None, dict[str, str]]] = [
+        (platform.machine(), {}),
+        (None, {"VLLM_EXL3_NO_NATIVE": "1"}),
+        (None, {"PATH": "", "CXX": ""}),
+    ]
+    if arguments.aarch64:
+        if shutil.which(CROSS_COMPILER) is None:
+            print(f"skipped: the wheel for aarch64, for lack of {CROSS_COMPILER} (Debian's g++-aarch64-linux-gnu)")
+            return 0
+        wheels = [("aarch64", CROSS)]
+    found = []
+    for machine, environment in wheels:
         with tempfile.TemporaryDirectory() as folder:
             wheel = build(Path(folder), environment)
-            found += faults(wheel, native=native)
+            found += faults(wheel, machine=machine)
             print(f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB")
     for fault in found:
         print(fault, file=sys.stderr)

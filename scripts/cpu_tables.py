@@ -16,6 +16,9 @@ SETS = {
     "avx512": "AVX-512",
     "avx512_vnni": "AVX-512 with VNNI",
     "avx512_vbmi": "AVX-512 with VNNI and VBMI",
+    "avx512_words": "AVX-512 with VNNI and VBMI, in words",
+    "avx512_fp16": "AVX-512 with FP16, in words",
+    "amx": "AVX-512 with FP16, and AMX",
 }
 """How the documents call the instruction sets."""
 

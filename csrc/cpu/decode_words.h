@@ -3,7 +3,7 @@
 // A hash is the state times 32 bits, whose lower and upper halves are computed as words of their own: so all lanes of
 // every instruction work on 16 states, where multiplications of dwords would be twice as many, and slower on x86.
 //
-// The including file supplies I and the arithmetic of its words.
+// The including file supplies I and the arithmetic of its words, with `fixed_halves`: fp16 halves of a hash as integers.
 #pragma once
 
 #include "format.h"
@@ -29,27 +29,14 @@ struct Decoder {
         Hash x = multiply_states(state, INST3_MULTIPLIER);
         const W addend = splat_word(int(INST3_ADDEND & 0xffff));
         x.low = add_words(x.low, addend);
-        // -1 where the sum did not wrap, which takes back the carry that the constant has.
-        const W kept = at_least(x.low, addend);
-        x.high = add_words(add_words(x.high, splat_word(int((INST3_ADDEND >> 16) + 1))), kept);
+        x.high = add_words_and_carry(x.high, int(INST3_ADDEND >> 16), x.low, addend);
         return x;
-    }
-
-    // fp16 numbers as integers in units of 2^-13: mantissa with its leading one, times 2^e, signed.
-    static I fixed(I x) {
-        // The format ignores bits 12 to 14. With bit 12 set, the sign's operand is never zero, and the exponent's index
-        // never one of the zeros here, which is what the upper bytes of the indices ask for.
-        alignas(16) static constexpr uint8_t by_exponent[16] = {0, 0, 0, 0, 4, 8, 1, 2, 0, 0, 0, 0, 4, 8, 1, 2};
-        const W signs = either(x, splat_word(0x1000));
-        const W factor = look_up(by_exponent, shift_words_right<10>(signs));
-        const W mantissa = differ(both(x, splat_word(0x03ff)), splat_word(0x0760));
-        return with_sign_of(multiply_words(mantissa, factor), signs);
     }
 
     template <int J, class Windows, class Bits>
     I pair(const Windows& windows, const Bits& bits) const {
         const Hash x = hash(windows.template pair<J>(bits));
-        return halve_words(add_words(fixed(x.low), fixed(x.high)));
+        return halve_words(add_words(fixed_halves(x.low), fixed_halves(x.high)));
     }
 };
 

@@ -6,6 +6,10 @@
 #if defined(__x86_64__) || defined(_M_X64)
 #include <cpuid.h>
 #endif
+#if defined(EXL3_AMX) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace exl3 {
 namespace {
@@ -13,6 +17,7 @@ namespace {
 struct Candidate {
     const Kernels* kernels;
     bool (*runs)();
+    bool (*suits)() = [] { return true; };  // whether "auto" takes it where it runs
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -33,11 +38,41 @@ bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_vbmi() {
     return has_vnni() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
 }
+// AMD's multiply dwords in one instruction and cut windows on multipliers' pipes, others the reverse.
+bool multiplies_words_faster() { return !__builtin_cpu_is("amd"); }
+#ifdef EXL3_AVX512_FP16
+bool has_fp16() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return has_vbmi() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 23 & 1);
+}
+#endif
+#ifdef EXL3_AMX
+bool has_amx() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned tiles_and_int8 = 3u << 24;
+    if (!has_fp16() || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if ((edx & tiles_and_int8) != tiles_and_int8) return false;
+#if defined(__linux__)
+    // A process has to ask for the tiles' state before it uses them; the kernel may refuse.
+    constexpr long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 #endif
 
 // Best first.
 const Candidate candidates[] = {
 #if defined(__x86_64__) || defined(_M_X64)
+#ifdef EXL3_AMX
+    {&kernels_amx, has_amx},
+#endif
+#ifdef EXL3_AVX512_FP16
+    {&kernels_avx512_fp16, has_fp16},
+#endif
+    {&kernels_avx512_words, has_vbmi, multiplies_words_faster},
     {&kernels_avx512_vbmi, has_vbmi},
     {&kernels_avx512_vnni, has_vnni},
     {&kernels_avx512, has_avx512},
@@ -53,7 +88,8 @@ const Candidate candidates[] = {
 
 const Kernels* find(const char* name) {
     for (const Candidate& candidate : candidates) {
-        const bool wanted = !std::strcmp(name, "auto") || !std::strcmp(name, candidate.kernels->name);
+        const bool automatic = !std::strcmp(name, "auto");
+        const bool wanted = automatic ? candidate.suits() : !std::strcmp(name, candidate.kernels->name);
         if (wanted && candidate.runs()) return candidate.kernels;
     }
     return nullptr;

@@ -16,6 +16,7 @@ namespace exl3 {
 enum Dtype : int { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
 constexpr int PANEL_COLUMNS = 64;  // columns that `panel` decodes and `multiply` consumes
+constexpr int SPARE_ROWS = 15;     // rows of values behind the last that `multiply` may read
 
 // k-tiles of a quantisation block. mul1's weights have 10 bits, which leaves room for 16-bit
 // activations over 128 channels; the others need 15 bits, hence shorter sums.
@@ -56,7 +57,8 @@ struct StripTask {
     int64_t sums_stride;
 };
 
-// Decodes one k-block of PANEL_COLUMNS columns to int16 pairs along k: [pairs][columns].
+// Decodes one k-block of PANEL_COLUMNS columns for `multiply`: to int16 pairs along k, [pairs][columns], or as the set likes,
+// in as many bytes.
 struct PanelTask {
     const uint32_t* tiles;
     int64_t row_dwords;
@@ -124,6 +126,8 @@ struct Kernels {
     const char* name;
     int strip_rows;  // rows that `strip` takes at most
     void (*prepare)(const PrepareTask&);
+    // Brings a prepared row of many into the order that `multiply` takes, in place; null where there is nothing to do.
+    void (*arrange)(const Rows&, int64_t row);
     void (*strip)(const StripTask&);
     void (*panel)(const PanelTask&);
     void (*multiply)(const MultiplyTask&);
@@ -141,6 +145,9 @@ extern const Kernels kernels_avx2_vnni;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_avx512_vnni;
 extern const Kernels kernels_avx512_vbmi;
+extern const Kernels kernels_avx512_words;
+extern const Kernels kernels_avx512_fp16;
+extern const Kernels kernels_amx;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif

@@ -1,5 +1,6 @@
 // The kernels for AVX2 with VNNI in its VEX form, as processors without AVX-512 have it.
 #include "simd_avx2.h"
+#include "fixed_words.h"
 
 #include "decode_words.h"
 #include "windows_words.h"
@@ -11,7 +12,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx2_vnni = {
-    "avx2_vnni", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx2_vnni", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

@@ -1,5 +1,7 @@
 // The kernels for AVX-512 (F, BW, VL, DQ).
-#include "decode_avx512.h"
+#include "words_avx512.h"
+
+#include "decode_words.h"
 #include "windows_permute.h"
 
 #include "linear_kernels.h"
@@ -9,7 +11,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx512 = {
-    "avx512", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx512", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with VNNI, VBMI and VBMI2.
+// The kernels for AVX-512 with VNNI, VBMI and VBMI2, in dwords.
 #include "decode_avx512.h"
 #include "windows_vbmi.h"
 
@@ -9,7 +9,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx512_vbmi = {
-    "avx512_vbmi", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx512_vbmi", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

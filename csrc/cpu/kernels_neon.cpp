@@ -1,5 +1,6 @@
 // The kernels for aarch64.
 #include "simd_neon.h"
+#include "fixed_words.h"
 
 #include "decode_words.h"
 #include "windows_words.h"
@@ -11,7 +12,7 @@
 namespace exl3 {
 
 const Kernels kernels_neon = {
-    "neon", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "neon", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

@@ -8,7 +8,7 @@
 namespace exl3 {
 
 const Kernels kernels_scalar = {
-    "scalar", STRIP_ROWS, prepare, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "scalar", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

@@ -110,7 +110,7 @@ class Linear {
     void place(Layout& layout, int64_t rows) {
         for (ShardView& view : views_) {
             const int64_t k = view.shard->in_features, blocks = k / (block_tiles(int(view.shard->codebook)) * TILE);
-            view.rows = {layout.take<int16_t>(rows * k),
+            view.rows = {layout.take<int16_t>(rows * k + SPARE_ROWS * BLOCK),
                          layout.take<float>(rows * blocks),
                          layout.take<int32_t>(rows * blocks),
                          layout.take<float>(rows),
@@ -135,6 +135,7 @@ class Linear {
             const char* x = static_cast<const char*>(call_.x) + (first_row_ + row) * call_.x_stride * element;
             const int64_t in = std::min(call_.columns, view.shard->in_features);
             kernels_.prepare({x, call_.dtype, in, view.suh, int(view.shard->codebook), view.rows, row});
+            if (!fused_ && kernels_.arrange) kernels_.arrange(view.rows, row);
         });
     }
 

@@ -9,9 +9,11 @@ using namespace exl3;
 
 constexpr int PANEL_WIDTH = PANEL_VECTORS * LANES;  // columns whose pairs are interleaved
 
-template <int CODEBOOK, class Windows>
-void panel_rate(const PanelTask& t) {
-    constexpr int depth = block_tiles(CODEBOOK), pairs = depth * TILE / 2;
+// Decodes a panel and passes each LANES columns of a k-tile to `store_rows(column, k, low, high)`: vector r of `low` holds
+// the pairs of rows 2r and 2r + 1, of `high` those of rows 2r + 8 and 2r + 9.
+template <int CODEBOOK, class Windows, class Store>
+EXL3_INLINE inline void decode_panel(const PanelTask& t, Store&& store_rows) {
+    constexpr int depth = block_tiles(CODEBOOK);
     const Windows windows(t.half_bits);
     const Decoder<CODEBOOK> decoder;
     const int dwords = tile_dwords(t.half_bits);
@@ -31,15 +33,22 @@ void panel_rate(const PanelTask& t) {
                 });
                 split_rows(low);
                 split_rows(high);
-                const int first = column * TILE + set * LANES;
-                int16_t* out = t.panel + 2 * (first / PANEL_WIDTH * pairs * PANEL_WIDTH + first % PANEL_WIDTH);
-                repeat<4>([&](auto row) EXL3_INLINE {
-                    store(out + 2 * (k * 8 + row) * PANEL_WIDTH, low[row]);
-                    store(out + 2 * (k * 8 + 4 + row) * PANEL_WIDTH, high[row]);
-                });
+                store_rows(column * TILE + set * LANES, k, low, high);
             }
         }
     }
+}
+
+template <int CODEBOOK, class Windows>
+void panel_rate(const PanelTask& t) {
+    constexpr int pairs = block_tiles(CODEBOOK) * TILE / 2;
+    decode_panel<CODEBOOK, Windows>(t, [&](int first, int k, const I(&low)[4], const I(&high)[4]) EXL3_INLINE {
+        int16_t* out = t.panel + 2 * (first / PANEL_WIDTH * pairs * PANEL_WIDTH + first % PANEL_WIDTH);
+        repeat<4>([&](auto row) EXL3_INLINE {
+            store(out + 2 * (k * 8 + row) * PANEL_WIDTH, low[row]);
+            store(out + 2 * (k * 8 + 4 + row) * PANEL_WIDTH, high[row]);
+        });
+    });
 }
 
 template <int CODEBOOK>
@@ -47,7 +56,7 @@ void panel_codebook(const PanelTask& t) {
     with_windows(t.half_bits, [&](auto kind) { panel_rate<CODEBOOK, typename decltype(kind)::Type>(t); });
 }
 
-void panel(const PanelTask& t) {
+[[maybe_unused]] void panel(const PanelTask& t) {
     switch (t.codebook) {
         case INST3: return panel_codebook<INST3>(t);
         case MCG: return panel_codebook<MCG>(t);
@@ -88,7 +97,7 @@ void multiply_count(const MultiplyTask& t, const int16_t* panel, int pairs, int6
     if constexpr (COUNT > 1) multiply_count<COUNT - 1>(t, panel, pairs, row, count, sums);
 }
 
-void multiply_panel(const MultiplyTask& t) {
+[[maybe_unused]] void multiply_panel(const MultiplyTask& t) {
     const int pairs = opaque(block_tiles(t.codebook) * TILE / 2);
     // Rows are dealt evenly, so that no remainder runs at a single row's speed.
     const int64_t passes = (t.count + MULTIPLY_ROWS - 1) / MULTIPLY_ROWS;

@@ -53,6 +53,9 @@ EXL3_INLINE inline void load_block(const void* x, int64_t in, int64_t k, BlockVe
     repeat<BLOCK_VECTORS>([&](auto i) EXL3_INLINE { v[i] = load_float(values + i * LANES); });
 }
 
+// Of a quantised activation: so that it is 256 · a + b with two signed bytes, as AMX takes it.
+constexpr float LARGEST_VALUE = 127 * 256 + 127;
+
 // Quantises the vectors [first, first + those of one quantisation block) of v as block `at` of rows;
 // returns scale · Σ values.
 template <int CODEBOOK, int FIRST>
@@ -67,7 +70,7 @@ EXL3_INLINE inline double quantise(const BlockVectors& v, const Rows& rows, int6
     float peak = largest_lane(largest), norm = sum_lanes(total);
     // Below this the block is lost against its row, whose largest input was scaled to [1, 2).
     if (peak < 1e-30f) peak = norm = 1e-30f;
-    const float by_peak = 32767.0f / peak, by_norm = Units<CODEBOOK>::sum_limit / norm;
+    const float by_peak = LARGEST_VALUE / peak, by_norm = Units<CODEBOOK>::sum_limit / norm;
     const float inverse = by_peak < by_norm ? by_peak : by_norm;
     I sum = splat(0);
     repeat<size / LANES>([&](auto i) EXL3_INLINE {

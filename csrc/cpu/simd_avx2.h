@@ -130,7 +130,7 @@ inline I add_rows(const I (&z)[4]) {
     return add(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+EXL3_INLINE inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
 // ---- vectors of 16 words, for the encoder
 

@@ -6,6 +6,7 @@
 
 #include "format.h"
 #include "kernels.h"
+#include "repeat.h"
 
 namespace {
 
@@ -116,7 +117,7 @@ inline I add_rows(const I (&z)[4]) {
     return add(lower_halves(a, b), upper_halves(a, b));
 }
 
-inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+EXL3_INLINE inline void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
 
 // ---- vectors of 32 words, for the encoder
 

@@ -140,7 +140,7 @@ inline I add_rows(const I (&z)[4]) {
             vaddq_s32(first_qwords(s[2], s[3]), second_qwords(s[2], s[3]))};
 }
 
-inline void prefetch(const void* address) { __builtin_prefetch(address); }
+EXL3_INLINE inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
 // ---- vectors of 16 words
 

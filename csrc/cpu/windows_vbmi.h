@@ -5,33 +5,10 @@
 // would cut 16 windows, but on the multipliers' pipes: a third slower in all.)
 #pragma once
 
+#include "group_bytes.h"
 #include "repeat.h"
-#include "simd_avx512.h"
-#include "tiles_in_place.h"
 
 namespace {
-
-// Byte of the ring (big-endian dwords) as a byte of memory relative to the same dword.
-constexpr int memory_byte(int ring_byte) { return ring_byte / 4 * 4 + 3 - ring_byte % 4; }
-
-// The ring bytes of a group of eight lanes, preceded by one dword.
-struct GroupBytes {
-    using Tiles = TilesInPlace;
-    int half_bits;
-    __mmask16 dwords;  // keeps the load inside the tile, which may be the last of its memory
-
-    explicit GroupBytes(int half_bits) : half_bits(half_bits), dwords(__mmask16((2 << half_bits) - 1)) {}
-
-    I load(const uint32_t* tile, int group) const {
-        const uint32_t* before = tile + group * half_bits - 1;
-        if (group) return _mm512_maskz_loadu_epi32(dwords, before);
-        const I bytes = _mm512_maskz_loadu_epi32(dwords & ~1, before);
-        return _mm512_mask_set1_epi32(bytes, 1, int(tile[tile_dwords(half_bits) - 1]));
-    }
-
-    // Index of a ring byte, counted from the group's first, in the loaded vector.
-    static uint8_t index(int ring_byte) { return uint8_t(memory_byte(ring_byte + 4)); }
-};
 
 // Any K but 8: the three bytes around each window, then a shift.
 struct AnyWindows : GroupBytes {
@@ -121,7 +98,7 @@ struct ByteWindows {
 
     Bits load(const uint32_t* tile, int group) const {
         const uint32_t* first = tile + group * 16;
-        return {::load(first), splat(int(group ? first[-1] : tile[tile_dwords(16) - 1]))};
+        return {::load(first), splat(dword_before(tile, group))};
     }
 
     template <int J>

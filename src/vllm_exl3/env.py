@@ -199,10 +199,14 @@ REQUIRE_UVA_EXPERTS = Variable(
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
-    choice("auto", "scalar", "neon", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi"),
-    "Which instruction set the CPU kernels use. auto: the best that the CPU supports. A lower one, for tests and "
-    "comparison: scalar; on x86 avx2, avx2_vnni (AVX-VNNI), avx512, avx512_vnni or avx512_vbmi; on aarch64 neon. One "
-    "that the CPU lacks is refused.",
+    choice(
+        *("auto", "scalar", "neon", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_words"),
+        *("avx512_fp16", "amx"),
+    ),
+    "Which instruction set the CPU kernels use. auto: the fastest that the CPU supports. A lower one, for tests and "
+    "comparison: scalar; on x86 avx2, avx2_vnni (AVX-VNNI), avx512, avx512_vnni, avx512_vbmi (what auto takes on AMD), "
+    "avx512_words (the same instructions, arithmetic in words), avx512_fp16 or amx; on aarch64 neon. One that the CPU "
+    "lacks is refused.",
 )
 
 METRICS_FOLDER = Variable(

@@ -21,7 +21,8 @@ def instruction_sets() -> list[str]:
     """Those that this CPU runs, the best first; none without the library."""
     if unavailable() is not None:
         return []
-    names = ("avx512_vbmi", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon", "scalar")
+    words = ("amx", "avx512_fp16", "avx512_words")
+    names = (*words, "avx512_vbmi", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon", "scalar")
     usable = [name for name in names if library().exl3_select_isa(name.encode()) == 0]
     library().exl3_select_isa(b"auto")
     return usable

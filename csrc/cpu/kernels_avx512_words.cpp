@@ -1,0 +1,17 @@
+// The kernels for AVX-512 with VNNI, VBMI and VBMI2 where words are multiplied faster than dwords, as by Intel's.
+#include "words_avx512.h"
+
+#include "decode_words.h"
+#include "windows_multishift.h"
+
+#include "linear_kernels.h"
+#include "row_kernels.h"
+#include "viterbi_kernels.h"
+
+namespace exl3 {
+
+const Kernels kernels_avx512_words = {
+    "avx512_words", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+};
+
+}  // namespace exl3
