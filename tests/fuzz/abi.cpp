@@ -135,16 +135,19 @@ int32_t threads(Input& input) {
 template <class Call>
 void repeat(const char* name, bool allowed, std::unique_ptr<uint8_t[]>& out, int64_t bytes, Call&& call) {
     counter.calls++;
-    std::memset(out.get(), 0xA5, size_t(bytes));
+    const auto spoil = [&](int value) {
+        if (bytes) std::memset(out.get(), value, size_t(bytes));
+    };
+    spoil(0xA5);
     const int code = call();
     if (allowed != (code == 0)) fail(name, code);
     if (code && !std::strcmp(exl3_error_text(code), "unknown error")) fail("a code without a text", code);
     if (code) return;
     const std::vector<uint8_t> first(out.get(), out.get() + bytes);
     counter.calls++;
-    std::memset(out.get(), 0x3C, size_t(bytes));
+    spoil(0x3C);
     if (call() != 0) fail("the second call", -1);
-    if (std::memcmp(first.data(), out.get(), size_t(bytes)) != 0) fail(name, -1);
+    if (!std::equal(first.begin(), first.end(), out.get())) fail(name, -1);
 }
 
 void linear(Input& input) {

@@ -3,8 +3,8 @@
     python -m tests.fuzz.abi --calls 10000000 --state .cache/fuzz/abi.json
 
 With clang, libFuzzer chooses the arguments by what they reach, and keeps its corpus between runs; with g++ alone they
-are random. A finding ends the run with the sanitizer's report; the input lies beside the state, and is run first by the
-next run.
+are random. A finding ends the run with the sanitizer's report; its input goes into the corpus, with which the next run
+begins.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def run(program: Path, folder: Path, *, inputs: int, seed: int = 0) -> Outcome:
             f"-runs={inputs}",
             "-max_len=160",
             "-len_control=0",
-            f"-artifact_prefix={folder}/",
+            f"-artifact_prefix={corpus}/",
             f"-seed={seed + 1}",
         ]
         command = [str(program), str(corpus), *options, "-print_final_stats=1", "-detect_leaks=0", "-timeout=60"]

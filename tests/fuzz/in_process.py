@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
+from vllm.transformers_utils import repo_utils
 from vllm.utils.network_utils import get_distributed_init_method, get_open_port
 
 import vllm_exl3
@@ -43,6 +45,8 @@ class Loader:
         logging.getLogger("vllm.exl3").setLevel(logging.ERROR)
         # A load collects garbage twice, and looks for 0.3 s whether other programs keep the processors busy.
         report.measure_others = lambda *_, **__: None
+        # A configuration that does not parse is parsed again two seconds later.
+        repo_utils.time = SimpleNamespace(sleep=lambda _: None)
         self._started = self._frozen = False
 
     def logits(self, folder: Path) -> torch.Tensor:
@@ -84,7 +88,6 @@ class Loader:
         assert isinstance(logits, torch.Tensor)
         report._reports.clear()  # which are kept for a server's lifetime
         return logits.float()
-
 
 
 def _attend(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

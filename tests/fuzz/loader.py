@@ -1,4 +1,4 @@
-"""Damaged packs through vLLM's loading, in this process: refused, equal to the undamaged pack's logits, or silent.
+"""Damaged packs through vLLM's loading, in this process: refused, warned of, equal in their logits, or silent.
 
     python -m tests.fuzz.loader --cases 20000 --state .cache/fuzz/loader.json
 
@@ -88,6 +88,7 @@ class Loading:
         self._place = folder / "damaged"
         self._loader = Loader()
         self._expected = self._loader.logits(folder / "whole")
+        self._usual = {str(warning) for warning in check(Pack.open(folder / "whole"))}
         again = self._loader.logits(folder / "whole")
         assert self._expected.equal(again) and bool(self._expected.isfinite().all()) and self._expected.std() > 0
         self.ends: Counter[str] = Counter()
@@ -122,13 +123,15 @@ class Loading:
         return "found"
 
     def _end(self) -> str:
-        check(Pack.open(self._place))
+        warnings = {str(warning) for warning in check(Pack.open(self._place))}
         self.loaded += 1
         logits = self._loader.logits(self._place)
         if logits.shape == self._expected.shape and logits.equal(self._expected):
             return "equal"
         if not logits.isfinite().all():
             return "not finite"
+        if warnings - self._usual:
+            return "warned"
         return "reported by verify" if reported_by_verify(self._place) else "silent"
 
 
@@ -141,7 +144,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="loader.py", description="Load damaged packs and count what becomes of them.")
     parser.add_argument("--cases", type=int, default=20_000, help="how many in all, over every run")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
-    parser.add_argument("--state", type=Path, default=Path(".cache/fuzz/loader.json"), help="where the run resumes from")
+    parser.add_argument(
+        "--state", type=Path, default=Path(".cache/fuzz/loader.json"), help="where the run resumes from"
+    )
     return parser.parse_args()
 
 

@@ -164,7 +164,9 @@ def lose_tensor(files: Files, chance: random.Random) -> None:
         name = chance.choice(sorted(tensors))
         key = name.rpartition(".")[0]
         whole = chance.random() < 0.5
-        write_tensors(files, {n: t for n, t in tensors.items() if n != name and not (whole and n.startswith(f"{key}."))})
+        write_tensors(
+            files, {n: t for n, t in tensors.items() if n != name and not (whole and n.startswith(f"{key}."))}
+        )
 
 
 def rename_tensor(files: Files, chance: random.Random) -> None:

@@ -43,6 +43,11 @@ def _module(tensors: Tensors, key: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
 
 
+def _kind(name: str) -> list[str]:
+    """A module's name without the numbers of layers and experts."""
+    return [part for part in name.split(".")[:-1] if not part.isdigit()]
+
+
 @_changed
 def exchange_alike(tensors: Tensors, chance: random.Random) -> None:
     """Two tensors of one dtype and shape change places."""
@@ -128,9 +133,8 @@ def lose_leaf(tensors: Tensors, chance: random.Random) -> None:
 @_changed
 def lose_all_alike(tensors: Tensors, chance: random.Random) -> None:
     """Every layer lacks the same norm or the same linear, as after a converter that did not know it."""
-    parts = _named(tensors, chance, "norm.weight", ".trellis").split(".")
-    gone = [n for n in tensors if [p for p in n.split(".")[:-1] if not p.isdigit()] == [p for p in parts[:-1] if not p.isdigit()]]
-    for name in gone:
+    kind = _kind(_named(tensors, chance, "norm.weight", ".trellis"))
+    for name in [name for name in tensors if _kind(name) == kind]:
         del tensors[name]
 
 
