@@ -264,14 +264,15 @@ void gather(Input& input) {
     const bool rings = call.kind > 1, indexed = call.kind == 3 && input.once_in(2);
     const int64_t row_bytes = call.kind == 0   ? call.width
                               : call.kind == 1 ? up(call.width, 2)
-                              : call.kind == 2 ? call.groups * 32 * call.bits
-                                               : 20 * call.bits;
+                              : call.kind == 2 ? call.groups * (2 + 32 * call.bits)
+                                               : 2 + 20 * call.bits;
     bool allowed = known(call.dtype) && (rings || known(call.scale_dtype));
     const int64_t ring = call.kind == 2 ? 256 : 160;
     const int64_t scales_bytes = rings ? call.groups * ring * 2 : call.rows * call.groups * width_of(call.scale_dtype);
     const auto table = input.fill(call.rows * row_bytes), scales = input.fill(scales_bytes);
     const auto out_bytes = call.count * call.width * width_of(call.dtype);
     std::vector<int64_t> ids(static_cast<size_t>(call.count)), places = ids, offsets(static_cast<size_t>(call.groups));
+    ids.reserve(1);  // an address, of none too
     for (int64_t& id : ids) id = input.below(call.rows);
     for (int64_t& place : places) place = input.below(call.rows);
     int64_t offset = 0;
