@@ -145,16 +145,16 @@ class Soak:
         body = self._body(stream=True, max_tokens=self._chance.randint(4, 24), ignore_eos=True)
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, f"{response.status_code} instead of 200"
-            seen = 0
+            seen, last = 0, ""
             async for line in response.aiter_lines():
                 if not line:
                     continue
                 if not seen:
                     self.first_token.append(time.monotonic() - begin)
-                seen += 1
+                seen, last = seen + 1, line
                 if seen == lines:
                     return
-            assert line == "data: [DONE]" or lines is not None, f"a stream that ended with {line[:60]!r}"
+            assert last == "data: [DONE]", f"a stream that ended with {last[:60]!r}"
 
     async def _disconnect(self) -> None:
         await self._stream(lines=self._chance.randint(1, 3))
@@ -194,7 +194,12 @@ class Soak:
     async def ask_canary(self) -> None:
         """The same prompt once more."""
         body = {"model": "base", "prompt": [7, 8, 9, 10, 11], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        choice = (await self._post({**body, "logprobs": 1, "return_token_ids": True}, 200)).json()["choices"][0]
+        try:
+            asked = self._post({**body, "logprobs": 1, "return_token_ids": True}, 200)
+            choice = (await asyncio.wait_for(asked, STUCK)).json()["choices"][0]
+        except (TimeoutError, httpx.HTTPError, AssertionError) as error:
+            self.wrong[f"canary: {type(error).__name__} {str(error)[:120]}"] += 1
+            return
         self.canary.append((choice["token_ids"], choice["logprobs"]["token_logprobs"]))
 
 
@@ -223,7 +228,7 @@ async def soak(port: int, root: int, seconds: float, clients: int, burst: int) -
             bursts = 0
             while time.monotonic() < over:
                 samples.append((time.monotonic() - begin, memory(root)))
-                await asyncio.wait_for(load.ask_canary(), STUCK)
+                await load.ask_canary()
                 if (time.monotonic() - begin) // 60 > bursts:
                     bursts += 1
                     await asyncio.gather(*(load.one() for _ in range(burst)))
@@ -243,6 +248,17 @@ def drift(samples: list[tuple[float, int]]) -> float:
     return statistics.median(settled[-fifth:]) / statistics.median(settled[:fifth]) - 1
 
 
+def spread(canary: list[Any]) -> float:
+    """How far log-probabilities of the same tokens after the same tokens lie apart."""
+    worst, (ids, usual) = 0.0, canary[0]
+    for tokens, values in canary[1:]:
+        for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
+            if token != ids[position]:
+                break
+            worst = max(worst, abs(value - usual[position]))
+    return worst
+
+
 def main() -> int:
     """Start, load, stop, and write the result."""
     parser = argparse.ArgumentParser(description="Load a server with clients of every kind.")
@@ -251,11 +267,16 @@ def main() -> int:
     parser.add_argument("--burst", type=int, default=1024, help="requests at once, every minute")
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "soak.json")
+    parser.add_argument("--log", type=Path, default=ROOT / ".cache" / "soak.log", help="where the server's log goes")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place, serve(Path(place)) as server:
         server.wait_healthy(600)
         root = next(child.pid for child in psutil.Process().children())
-        load, samples = asyncio.run(soak(server.port, root, arguments.seconds, arguments.clients, arguments.burst))
+        try:
+            load, samples = asyncio.run(soak(server.port, root, arguments.seconds, arguments.clients, arguments.burst))
+        finally:
+            arguments.log.parent.mkdir(parents=True, exist_ok=True)
+            arguments.log.write_text(server.log_text())
         tracebacks = server.log_text().count("Traceback")
     tokens = {tuple(ids) for ids, _ in load.canary}
     row = {
@@ -267,6 +288,7 @@ def main() -> int:
         "canaries": len(load.canary),
         "canary_answers": len(tokens),
         "canary_bits": len({str(answer) for answer in load.canary}),
+        "canary_spread": spread(load.canary),
         "tracebacks_in_log": tracebacks,
         "memory_mib": [round(samples[0][1] / 2**20), round(samples[-1][1] / 2**20)],
         "memory_drift": round(drift(samples), 5),
