@@ -163,13 +163,20 @@ def _load(rows: list[dict[str, Any]]) -> str:
     return text + "".join(f"\nOf the run: {note}.\n" for note in dict.fromkeys(notes))
 
 
-def main() -> int:
-    """Write the page."""
+def main() -> int | str:
+    """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description="Write docs/reliability.md.")
     parser.add_argument("--record", action="store_true", help="first take over what .cache/fuzz has counted")
-    if parser.parse_args().record:
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; the exit status says whether it is current"
+    )
+    arguments = parser.parse_args()
+    if arguments.record:
         _record()
-    PAGE.write_text(page(), encoding="utf-8")
+    text = page()
+    if arguments.check:
+        return 0 if PAGE.read_text(encoding="utf-8") == text else f"{PAGE} is not current: run make docs"
+    PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

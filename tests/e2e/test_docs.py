@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-@pytest.mark.parametrize("script", ["environment_page.py", "readme_tables.py", "models_page.py"])
+@pytest.mark.parametrize("script", ["environment_page.py", "readme_tables.py", "models_page.py", "reliability_page.py"])
 def test_made_pages_are_current(script: str) -> None:
     command = [sys.executable, ROOT / "scripts" / script, "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
