@@ -44,15 +44,23 @@ class Input {
     int64_t any(const int64_t (&values)[N]) {
         return values[below(N)];
     }
-    // A buffer of exactly `bytes`, with the rest of the input over and over, each time a little different.
+    // A buffer of exactly `bytes`: the rest of the input over and over, or words that it decides.
     std::unique_ptr<uint8_t[]> fill(int64_t bytes) {
         std::unique_ptr<uint8_t[]> buffer(new uint8_t[size_t(bytes)]);
-        const uint32_t kind = uint32_t(next());
-        uint32_t state = kind * 2654435761u + uint32_t(size_);
-        for (int64_t i = 0; i < bytes; i++) {
-            state = state * 1664525u + 1013904223u;
-            const uint8_t own = at_ < size_ ? data_[at_ + size_t(i) % (size_ - at_)] : 0;
-            buffer[size_t(i)] = kind % 4 ? uint8_t(state >> 24) ^ own : own;
+        const uint64_t kind = uint64_t(next());
+        const size_t size = size_t(bytes), left = size_ - at_;
+        if (kind % 4 == 0) {
+            const size_t own = std::min(left, size);
+            std::fill_n(buffer.get(), size, uint8_t(0));
+            if (own) std::copy_n(data_ + at_, own, buffer.get());
+            for (size_t done = own; own && done < size; done *= 2)
+                std::copy_n(buffer.get(), std::min(done, size - done), buffer.get() + done);
+            return buffer;
+        }
+        uint64_t state = (kind << 32 | left) * 0x9E3779B97F4A7C15u + 1;
+        for (size_t i = 0; i < size; i += 8) {
+            state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+            std::memcpy(buffer.get() + i, &state, std::min<size_t>(8, size - i));
         }
         return buffer;
     }
