@@ -18,7 +18,8 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-avx2 test-versions fuzz lint format quick wheels wheels-aarch64 docs setup clean distclean
+.PHONY: help demo test test-all test-avx2 test-versions fuzz soak lint format quick wheels wheels-aarch64 docs setup
+.PHONY: clean distclean
 
 help:
 	@echo "make demo       quantize a small language model to EXL3, serve it with vLLM, ask it two questions"
@@ -26,7 +27,8 @@ help:
 	@echo "make test-all   the same with every slow test"
 	@echo "make test-avx2  the quick tests of serving, as on a processor without AVX-512"
 	@echo "make test-versions   the serving tests in every supported release of vLLM, on the CPU"
-	@echo "make fuzz       open FUZZ_CASES damaged packs (a million); resumes where it was stopped"
+	@echo "make fuzz       open and load damaged packs, call the CPU library under sanitizers; resumes where it was stopped"
+	@echo "make soak       load a server with clients of every kind for SOAK_SECONDS (half an hour; 0: until Ctrl-C)"
 	@echo "make lint       ruff (rules and format) and mypy"
 	@echo "make format     let ruff format and fix"
 	@echo "make docs       write the generated pages of docs/"
@@ -50,9 +52,17 @@ test-versions: $(PROJECT_READY)
 
 # Its numbers are kept in .cache/fuzz: stopped at any time, it goes on from there.
 FUZZ_CASES ?= 1000000
+FUZZ_LOADED ?= 20000
+FUZZ_CALLS ?= 10000000
+SOAK_SECONDS ?= 1800
 
 fuzz: $(PROJECT_READY)
 	$(PY) -m tests.fuzz.campaign --cases $(FUZZ_CASES)
+	$(PY) -m tests.fuzz.abi --calls $(FUZZ_CALLS)
+	$(PY) -m tests.fuzz.loader --cases $(FUZZ_LOADED)
+
+soak: $(PROJECT_READY)
+	$(PY) benchmarks/soak.py --seconds $(SOAK_SECONDS)
 
 # The tests of a file stay in one process, where they share engines and compiled kernels.
 TEST_JOBS ?= 2
@@ -81,6 +91,7 @@ docs: $(PROJECT_READY)
 	$(PY) scripts/models_page.py
 	$(PY) scripts/plan_rates.py
 	$(PY) scripts/plan_pages.py
+	$(PY) scripts/reliability_page.py
 
 setup: $(PROJECT_READY)
 

@@ -12,13 +12,25 @@
 
 namespace {
 
-enum Error : int { OK = 0, BAD_SHARD = 1, BAD_DTYPE = 2, BAD_ISA = 3, NO_MEMORY = 4, BAD_ROWS = 5, BAD_ID = 6 };
+enum Error : int {
+    OK = 0,
+    BAD_SHARD = 1,
+    BAD_DTYPE = 2,
+    BAD_ISA = 3,
+    NO_MEMORY = 4,
+    BAD_ROWS = 5,
+    BAD_ID = 6,
+    BAD_SIZE = 7,
+};
+
+constexpr int64_t LAST_ID = int64_t(1) << 62;  // of a row, so that a sum of two does not overflow
 
 bool valid(const exl3_shard& s) {
     const bool sizes = s.in_features > 0 && s.in_features % BLOCK == 0 && s.out_features > 0 &&
                        s.out_features % BLOCK == 0;
-    const bool crop = s.crop_start >= 0 && s.crop_size >= 0 && s.crop_start + s.crop_size <= s.out_features;
-    return sizes && crop && known_rate(int(s.half_bits), int(s.codebook));
+    const bool crop = s.crop_start >= 0 && s.crop_size >= 0 && s.crop_start <= s.out_features &&
+                      s.crop_size <= s.out_features - s.crop_start;  // their sum may overflow
+    return sizes && crop && known_rate(s.half_bits, s.codebook);
 }
 
 bool valid(const exl3_shard* shards, int count) {
@@ -29,6 +41,17 @@ bool valid(const exl3_shard* shards, int count) {
 }
 
 bool known_dtype(int dtype) { return dtype >= exl3::FLOAT32 && dtype <= exl3::BFLOAT16; }
+
+// Whether the widths, groups and ids of a call are those of one of the four kinds of rows.
+bool valid(const exl3_row_call& call) {
+    if (call.kind < exl3::INT8_ROWS || call.kind > exl3::NGRAM_ROWS) return false;
+    if (call.count < 0 || call.width < 1 || call.groups < 1) return false;
+    if (call.kind == exl3::INT8_ROWS) return call.groups == 1 && !call.index;
+    if (call.kind == exl3::INT4_ROWS) return call.groups == (call.width - 1) / exl3::INTEGER_GROUP + 1 && !call.index;
+    if (call.bits < 1 || call.bits > 8) return false;
+    if (call.kind == exl3::CODED_ROWS) return (call.width - 1) / exl3::CODED_WIDTH < call.groups && !call.index;
+    return call.width == exl3::NGRAM_WIDTH && call.first_row >= 0 && call.first_row <= LAST_ID;
+}
 
 // Runs a body that may run out of memory: no exception may cross the C interface.
 template <class Body>
@@ -52,8 +75,9 @@ const char* exl3_error_text(int code) {
         case BAD_DTYPE: return "a dtype is none of float32, float16 and bfloat16";
         case BAD_ISA: return "this CPU does not run the instruction set asked for, or its name is unknown";
         case NO_MEMORY: return "out of memory";
-        case BAD_ROWS: return "the bits, width or groups are not those of the row codec";
+        case BAD_ROWS: return "the kind, bits, width, groups or count are not those of the row codec";
         case BAD_ID: return "an id lies outside the table";
+        case BAD_SIZE: return "a number of rows, columns or blocks is negative";
         default: return "unknown error";
     }
 }
@@ -67,12 +91,16 @@ void exl3_set_openmp(void* gomp_parallel) { exl3::set_openmp(gomp_parallel); }
 int exl3_linear(const exl3_linear_call* call) {
     if (!valid(call->shards, call->shard_count)) return BAD_SHARD;
     if (!known_dtype(call->dtype) || (call->bias && !known_dtype(call->bias_dtype))) return BAD_DTYPE;
+    if (call->rows < 0 || call->columns < 0) return BAD_SIZE;
     return guarded([&] { exl3::linear(exl3::kernels(), *call); });
 }
 
 int exl3_dequantize(const exl3_shard* shards, int shard_count, const uint16_t* trellis, const uint16_t* suh,
                     const uint16_t* svh, int rotated, int dtype, void* out, int64_t stride, int threads) {
     if (!valid(shards, shard_count)) return BAD_SHARD;
+    for (int i = 1; i < shard_count; i++) {
+        if (shards[i].in_features != shards[0].in_features) return BAD_SHARD;
+    }
     if (!known_dtype(dtype)) return BAD_DTYPE;
     return guarded([&] {
         exl3::dequantize(exl3::kernels(), shards, shard_count, trellis, suh, svh, rotated != 0, dtype, out, stride,
@@ -82,11 +110,13 @@ int exl3_dequantize(const exl3_shard* shards, int shard_count, const uint16_t* t
 
 int exl3_hadamard(float* values, int64_t blocks, int threads) {
     constexpr int64_t piece = 256;
-    exl3::parallel_for((blocks + piece - 1) / piece, threads, [&](int64_t unit, int) {
-        const int64_t first = unit * piece;
-        exl3::kernels().hadamard(values + first * BLOCK, blocks - first < piece ? blocks - first : piece);
+    if (blocks < 0) return BAD_SIZE;
+    return guarded([&] {
+        exl3::parallel_for((blocks + piece - 1) / piece, threads, [&](int64_t unit, int) {
+            const int64_t first = unit * piece;
+            exl3::kernels().hadamard(values + first * BLOCK, blocks - first < piece ? blocks - first : piece);
+        });
     });
-    return OK;
 }
 
 int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t columns, int half_bits, int codebook,
@@ -99,15 +129,13 @@ int exl3_encode(const float* weights, int64_t stride, int64_t rows, int64_t colu
 }
 
 int exl3_gather_rows(const exl3_row_call* call) {
-    const bool rings = call->kind == exl3::CODED_ROWS || call->kind == exl3::NGRAM_ROWS;
-    if (call->kind < exl3::INT8_ROWS || call->kind > exl3::NGRAM_ROWS || call->groups < 1) return BAD_ROWS;
-    if (rings && (call->bits < 1 || call->bits > 8)) return BAD_ROWS;
-    if (call->kind == exl3::CODED_ROWS && call->width > call->groups * exl3::CODED_WIDTH) return BAD_ROWS;
-    if (call->kind == exl3::NGRAM_ROWS && call->width != exl3::NGRAM_WIDTH) return BAD_ROWS;
-    if (!known_dtype(call->dtype) || (!rings && !known_dtype(call->scale_dtype))) return BAD_DTYPE;
+    if (!valid(*call)) return BAD_ROWS;
+    const bool scaled = call->kind == exl3::INT8_ROWS || call->kind == exl3::INT4_ROWS;
+    if (!known_dtype(call->dtype) || (scaled && !known_dtype(call->scale_dtype))) return BAD_DTYPE;
     const int64_t* places = call->index ? call->index : call->ids;
     for (int64_t i = 0; i < call->count; i++) {
         if (places[i] < 0 || places[i] >= call->rows) return BAD_ID;
+        if (call->ids[i] < 0 || call->ids[i] > LAST_ID) return BAD_ID;
     }
     return guarded([&] { exl3::gather_rows(*call); });
 }

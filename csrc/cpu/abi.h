@@ -1,4 +1,5 @@
-// The library's C interface. All memory belongs to the caller; no call keeps a pointer.
+// The library's C interface. All memory belongs to the caller, and no call keeps a pointer. A trellis lies at a
+// multiple of four bytes, everything else at a multiple of its element's size.
 //
 // Every function returns 0, or a code that exl3_error_text explains. Dtypes: 0 float32, 1 float16,
 // 2 bfloat16. Codebooks: 0 3INST, 1 mcg, 2 mul1. `half_bits` is 2·K. `threads` is an upper bound.
@@ -27,7 +28,7 @@ struct exl3_linear_call {
     const uint16_t* suh;  // fp16
     const uint16_t* svh;  // fp16
     const void* bias;     // [Σ crop_size], or null
-    const void* x;        // [rows][x_stride], `columns` of each row are read
+    const void* x;        // [rows][x_stride], the first `columns` of each row are read; the stride may be 0
     void* y;              // [rows][y_stride], in x's dtype
     int64_t rows, columns, x_stride, y_stride;
     int32_t shard_count, dtype, bias_dtype, threads;
@@ -63,8 +64,8 @@ EXL3_API int exl3_encode(const float* weights, int64_t stride, int64_t rows, int
 struct exl3_row_call {
     const void* table;       // [rows] of `width` bytes; ceil(width / 2) bytes; `groups` rings of 256; one ring of 160
     const void* scales;      // [rows][groups]; the same; fp16 signs [groups][256]; fp16 biases [groups][160]
-    const int64_t* ids;      // [count]
-    const int64_t* index;    // [count], where in the table an n-gram row lies; null where that is its id
+    const int64_t* ids;      // [count], below 2^62
+    const int64_t* index;    // [count], where in the table an n-gram row lies; null where that is its id, and for other kinds
     const int64_t* offsets;  // n-gram rows: the first row of each head, [groups]
     void* out;               // [count][width]
     int64_t count, rows, width, groups;

@@ -222,7 +222,8 @@ double encode(const Kernels& kernels, const float* weights, int64_t stride, int6
             for (int i = 0; i < count; i++) {
                 for (int t = 0; t < TILE_WEIGHTS; t++) {
                     const float value = std::clamp(source(first + i, t), table.least, table.most);
-                    targets[i][size_t(t)] = int16_t(std::round(value * table.scale));
+                    // No integer stands for NaN: the squared error shows that there was one.
+                    targets[i][size_t(t)] = std::isnan(value) ? int16_t(0) : int16_t(std::round(value * table.scale));
                 }
             }
             search->run(targets, states);

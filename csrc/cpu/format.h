@@ -62,7 +62,7 @@ inline uint16_t decode_state(int codebook, uint32_t state) {
     return float_to_half(half_to_float(uint16_t(x)) + half_to_float(uint16_t(x >> 16)));
 }
 
-inline bool known_rate(int half_bits, int codebook) {
+inline bool known_rate(int64_t half_bits, int64_t codebook) {
     if (codebook < INST3 || codebook > MUL1) return false;
     if (half_bits % 2) return codebook == MUL1 && half_bits >= 3 && half_bits <= 7;
     return half_bits >= 2 && half_bits <= 16;

@@ -21,9 +21,12 @@ struct Candidate {
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
-bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+// clang 14 does not know the name "f16c".
+bool has_f16c() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
 }
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #ifdef EXL3_AVX_VNNI
 bool has_avx2_vnni() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

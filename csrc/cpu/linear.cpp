@@ -39,9 +39,9 @@ class Scratch {
 
 thread_local Scratch call_scratch;
 
-// Hands out aligned pieces; with a null base it only measures.
+// Hands out aligned pieces; with base 0 it only measures. The base is a number: no pointer may be added to null.
 struct Layout {
-    char* base;
+    uintptr_t base;
     size_t used = 0;
 
     template <class T>
@@ -92,9 +92,9 @@ class Linear {
     void run() {
         const int64_t most = std::min(call_.rows, CHUNK_ROWS);
         fused_ = call_.rows <= kernels_.strip_rows;
-        Layout measure{nullptr};
+        Layout measure{0};
         place(measure, most);
-        Layout layout{call_scratch.reserve(measure.used)};
+        Layout layout{reinterpret_cast<uintptr_t>(call_scratch.reserve(measure.used))};
         place(layout, most);
         for (int64_t first = 0; first < call_.rows; first += CHUNK_ROWS) {
             first_row_ = first;

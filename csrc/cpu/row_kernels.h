@@ -12,8 +12,7 @@ namespace {
 
 using namespace exl3;
 
-constexpr int PIECE = 256;          // columns that are decoded before they are stored
-constexpr int INTEGER_GROUP = 128;  // columns of int4 that share a scale
+constexpr int PIECE = 256;  // columns that are decoded before they are stored
 
 float load_scale(const void* base, int64_t at, int dtype) {
     if (dtype == FLOAT32) return static_cast<const float*>(base)[at];

@@ -7,6 +7,7 @@ namespace exl3 {
 
 enum RowKind : int { INT8_ROWS = 0, INT4_ROWS = 1, CODED_ROWS = 2, NGRAM_ROWS = 3 };
 
+constexpr int INTEGER_GROUP = 128;  // columns of int4 that share a scale
 constexpr int CODED_WIDTH = 256;  // values of an embedding's ring, rotated together
 constexpr int NGRAM_WIDTH = 160;  // values of an n-gram row
 

@@ -52,8 +52,10 @@ inline F multiply_add(F a, F b, F c) { EACH_LANE a.v[i] = a.v[i] * b.v[i] + c.v[
 inline F maximum(F a, F b) { EACH_LANE a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline F absolute(F a) { EACH_LANE a.v[i] = std::fabs(a.v[i]); return a; }
 inline F to_float(I a) { F r; EACH_LANE r.v[i] = float(a.v[i]); return r; }
-// Adding 1.5 · 2^23 leaves the integer, rounded to nearest even, in the mantissa.
-EXL3_OUTLINE inline I round_to_int(F a) { I r; EACH_LANE r.v[i] = int32_t((a.v[i] + 0x1.8p23f) - 0x1.8p23f); return r; }
+// Adding 1.5 · 2^23 leaves the integer, rounded to nearest even, in the mantissa. It is taken from there, of 16 bits as
+// the callers' are: no integer stands for NaN, and to convert one is undefined.
+inline int32_t rounded(float a) { return int16_t(uint16_t(float_bits(a + 0x1.8p23f))); }
+EXL3_OUTLINE inline I round_to_int(F a) { I r; EACH_LANE r.v[i] = rounded(a.v[i]); return r; }
 inline I magnitude_bits(F a) { I r; EACH_LANE r.v[i] = int32_t(float_bits(a.v[i]) & 0x7fffffff); return r; }
 
 // Of all lanes; what it costs does not matter beside a block's other work.

@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-@pytest.mark.parametrize("script", ["environment_page.py", "readme_tables.py", "models_page.py", "plan_rates.py"])
+MADE = ("environment_page.py", "readme_tables.py", "models_page.py", "plan_rates.py", "reliability_page.py")
+
+
+@pytest.mark.parametrize("script", MADE)
 def test_made_pages_are_current(script: str) -> None:
     command = [sys.executable, ROOT / "scripts" / script, "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -106,13 +106,14 @@ def _parse() -> argparse.Namespace:
 def main() -> int:
     """Resume the campaign; the exit status is 1 once something was found."""
     arguments = _parse()
-    state: dict[str, Any] = {"next": 0, "ends": {}, "found": {}}
+    state: dict[str, Any] = {"next": 0, "cpu_seconds": 0.0, "ends": {}, "found": {}}
     if arguments.state.exists():
         state = json.loads(arguments.state.read_text())
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         campaign = Campaign(Path(folder))
         campaign.ends.update(state["ends"])
         campaign.found.update({int(number): what for number, what in state["found"].items()})
+        used = float(state["cpu_seconds"])
         number, begin, saved = int(state["next"]), time.monotonic(), time.monotonic()
         try:
             while number < arguments.cases and time.monotonic() - begin < arguments.seconds:
@@ -120,10 +121,10 @@ def main() -> int:
                 number += 1
                 if time.monotonic() - saved > 10:
                     saved = time.monotonic()
-                    _save(arguments.state, campaign, number)
+                    _save(arguments.state, campaign, number, used + time.process_time())
                     print(f"{number} cases, {len(campaign.found)} found", flush=True)
         finally:
-            _save(arguments.state, campaign, number)
+            _save(arguments.state, campaign, number, used + time.process_time())
     for end, count in sorted(campaign.ends.items()):
         print(f"{count:9d}  {end}")
     for case, what in campaign.found.items():
@@ -131,9 +132,14 @@ def main() -> int:
     return 1 if campaign.found else 0
 
 
-def _save(path: Path, campaign: Campaign, number: int) -> None:
+def _save(path: Path, campaign: Campaign, number: int, cpu_seconds: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    state = {"next": number, "ends": dict(sorted(campaign.ends.items())), "found": campaign.found}
+    state = {
+        "next": number,
+        "cpu_seconds": round(cpu_seconds),
+        "ends": dict(sorted(campaign.ends.items())),
+        "found": campaign.found,
+    }
     part = path.with_suffix(".part")
     part.write_text(json.dumps(state, indent=1))
     part.replace(path)

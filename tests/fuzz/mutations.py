@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["MUTATIONS", "Files", "mutate"]
+__all__ = ["MUTATIONS", "WEIGHTS", "Files", "mutate", "read_tensors", "write_tensors"]
 
 Files = dict[str, bytes]
 
@@ -159,24 +159,26 @@ def exchange(files: Files, chance: random.Random) -> None:
 
 def lose_tensor(files: Files, chance: random.Random) -> None:
     """A tensor, or all of a module, that was never written: the file is sound otherwise."""
-    tensors = _tensors(files)
+    tensors = read_tensors(files)
     if tensors:
         name = chance.choice(sorted(tensors))
         key = name.rpartition(".")[0]
         whole = chance.random() < 0.5
-        _rewrite(files, {n: t for n, t in tensors.items() if n != name and not (whole and n.startswith(f"{key}."))})
+        write_tensors(
+            files, {n: t for n, t in tensors.items() if n != name and not (whole and n.startswith(f"{key}."))}
+        )
 
 
 def rename_tensor(files: Files, chance: random.Random) -> None:
     """A tensor under the name of another layer, another module, or none."""
-    tensors = _tensors(files)
+    tensors = read_tensors(files)
     if tensors:
         name = chance.choice(sorted(tensors))
         other = chance.choice(
             (name.replace("layers.0", "layers.1"), name.replace("q_proj", "k_proj"), f"{name}.x", "x")
         )
         tensors[other] = tensors.pop(name)
-        _rewrite(files, tensors)
+        write_tensors(files, tensors)
 
 
 def _parsed(data: bytes) -> Any:
@@ -220,7 +222,7 @@ def _edit_header(files: Files, edit: Callable[[dict[str, Any]], Any]) -> None:
         files[WEIGHTS] = struct.pack("<Q", len(text)) + text + body
 
 
-def _tensors(files: Files) -> dict[str, tuple[str, list[int], bytes]]:
+def read_tensors(files: Files) -> dict[str, tuple[str, list[int], bytes]]:
     """The tensors of a sound file: dtype, shape, bytes."""
     header, body = _split(files.get(WEIGHTS, b""))
     found = {}
@@ -233,7 +235,7 @@ def _tensors(files: Files) -> dict[str, tuple[str, list[int], bytes]]:
     return found
 
 
-def _rewrite(files: Files, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+def write_tensors(files: Files, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
     header, body = {}, b""
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}

@@ -80,4 +80,4 @@ def test_a_call_the_library_would_misread_is_refused() -> None:
         with pytest.raises(RuntimeError, match="row codec"):
             library.check(library.library().exl3_gather_rows(call))
     with pytest.raises(RuntimeError, match="dtype"):
-        library.check(library.library().exl3_gather_rows(library.RowCall(groups=1, scale_dtype=5)))
+        library.check(library.library().exl3_gather_rows(library.RowCall(groups=1, width=1, scale_dtype=5)))

@@ -160,3 +160,22 @@ def test_models_whose_layers_differ_by_design_are_sound(design: Any, tmp_path: P
     pack = Pack.open(draft.write(tmp_path))
     assert not list(find_faults(pack))
     assert not [str(text) for text in find_warnings(pack) if re.search(r"other layers have", str(text))]
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_a_norm_whose_bytes_are_read_as_another_type_is_named(layer: int, tmp_path: Path) -> None:
+    """Of the same size, so that nothing else can tell: the values would be 2^120 times too large or small."""
+    draft = llama(layers=5)
+    name = f"model.layers.{layer}.input_layernorm.weight"
+    draft.tensors[name] = ("BF16", np.ones(128))
+    draft.sidecar = None
+    said = [str(text) for text in find_warnings(Pack.open(draft.write(tmp_path)))]
+    assert [text for text in said if name in text and "is BF16, where 4 other layers have F16" in text], said
+
+
+def test_layers_of_two_types_by_design_are_not_odd(tmp_path: Path) -> None:
+    draft = llama(layers=5)
+    for layer in (0, 1):
+        draft.tensors[f"model.layers.{layer}.input_layernorm.weight"] = ("BF16", np.ones(128))
+    draft.sidecar = None
+    assert not [text for text in find_warnings(Pack.open(draft.write(tmp_path))) if "other layers have" in str(text)]

@@ -1,4 +1,4 @@
-"""Tensors that one decoder layer lacks and its siblings have, and a model without its final norm."""
+"""Tensors that one decoder layer lacks or has of another type than its siblings, and a model without its final norm."""
 
 import re
 from collections import defaultdict
@@ -64,6 +64,21 @@ def layer_warnings(pack: Pack) -> Iterator[str]:
                 f"no {lacking.key}, which {lacking.others} other layers have ({lacking.like}); if the model needs it, "
                 "vLLM will refuse to start"
             )
+    yield from _other_types(pack)
+
+
+def _other_types(pack: Pack) -> Iterator[str]:
+    """Tensors of another dtype than in every other layer: converters treat all layers alike, so bytes are misread."""
+    found: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, tensor in pack.tensors.items():
+        if ".experts." not in name and (match := MAIN_LAYER.match(name)) is not None:
+            found[name[match.end() :]][tensor.dtype].append(name)
+    for by_type in found.values():
+        if len(by_type) != 2:
+            continue
+        (odd, names), (usual, others) = sorted(by_type.items(), key=lambda item: len(item[1]))
+        if len(names) == 1 and len(others) >= _FEWEST - 1:
+            yield f"{names[0]} is {odd}, where {len(others)} other layers have {usual}, such as {others[0]}"
 
 
 def _layers(pack: Pack) -> dict[int, dict[str, str]]:

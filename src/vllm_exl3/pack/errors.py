@@ -16,11 +16,8 @@ class Exl3PackError(Exception):
     """
 
     def __init__(self, *, found: str, expected: str, where: str, remedy: str) -> None:
-        self.found = found
-        self.expected = expected
-        self.where = where
-        self.remedy = remedy
-        super().__init__(found, expected, where, remedy)
+        self.found, self.expected, self.where, self.remedy = map(_printable, (found, expected, where, remedy))
+        super().__init__(self.found, self.expected, self.where, self.remedy)
 
     def __str__(self) -> str:
         return f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
@@ -36,6 +33,11 @@ class Exl3PackError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross vLLM's process boundaries; keyword-only arguments need their own recipe.
         return (_rebuild, (self.found, self.expected, self.where, self.remedy))
+
+
+def _printable(text: str) -> str:
+    """The text with bytes of paths that are no UTF-8 as escapes: no terminal and no JSON takes them as they are."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _rebuild(found: str, expected: str, where: str, remedy: str) -> Exl3PackError:

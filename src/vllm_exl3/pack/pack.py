@@ -88,9 +88,7 @@ class Pack:
             raise no_trellis_fault(files, {}, self.config)
         if (fault := sharded_state_fault(names, files.label)) is not None:
             raise fault
-        # Parsing holds the interpreter lock: threads help only where a network answers.
-        with ThreadPoolExecutor(1 if files.folder else _THREADS) as pool:
-            self.files: Mapping[str, FileHeader] = dict(zip(names, pool.map(self._header, names), strict=True))
+        self.files: Mapping[str, FileHeader] = dict(zip(names, self._headers(names), strict=True))
         with paused_gc():
             self.tensors: Mapping[str, StoredTensor] = self._collect()
             self._assemble()
@@ -185,6 +183,13 @@ class Pack:
         text = self._text(metadata.SIDECAR)
         if text is not None:
             yield from metadata.ledger_entries(text, self._place(metadata.SIDECAR))
+
+    def _headers(self, names: Sequence[str]) -> list[FileHeader]:
+        """The header of each file."""
+        if self.folder is not None:  # parsing holds the interpreter lock: threads help only where a network answers
+            return [self._header(name) for name in names]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(self._header, names))
 
     def _header(self, name: str) -> FileHeader:
         return read_header(name, self._files.size(name), lambda start, length: self._files.read(name, start, length))

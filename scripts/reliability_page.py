@@ -1,0 +1,184 @@
+"""Writes docs/reliability.md from benchmarks/results/cpu/fuzz.json and soak.json.
+
+``--record`` first takes what the campaigns of `make fuzz` have counted so far, in .cache/fuzz, into fuzz.json.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+STATE = ROOT / ".cache" / "fuzz"
+
+HEAD = """# Reliability
+
+Made by `python scripts/reliability_page.py` from `fuzz.json` and `soak.json` in `benchmarks/results/cpu`; do not edit
+it by hand. `make fuzz` goes on with the campaigns and `make soak` repeats the load; `--record` takes the counts over.
+
+## Damaged packs and calls
+
+A case is a pack damaged in one or two ways, or a call with arguments that a fuzzer chose. It may end in a clean error,
+a warning or the undamaged pack's logits, equal to the bit; anything else is a finding.
+
+| campaign | cases | CPU hours | open findings |
+|---|---|---|---|
+"""
+
+LOADED = """
+What became of packs that vLLM was to load, by damage. Silent are those whose logits differ without a word: most have
+headers that are as they should be.
+
+"""
+
+LOAD = """
+## Load
+
+`vllm serve` on a CPU under clients of every kind, bursts and a canary (`benchmarks/soak.py`). The canary's spread is
+that of the log-probabilities of equal tokens: what is computed at the same time decides the order of vLLM's own sums.
+
+| seconds | requests | stuck | wrong | canaries | answers | spread | memory drift | p99 to first token |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+TAUGHT = """
+## What was found, and what it taught
+
+| where | what was found | what changed | test |
+|---|---|---|---|
+"""
+
+NAMES = {
+    "open": "`Pack.open` and `survey` of damaged packs (`tests/fuzz/campaign.py`)",
+    "load": "damaged packs through vLLM's loading and one forward pass on a CPU (`tests/fuzz/loader.py`)",
+    "abi": "calls of the CPU library under AddressSanitizer and UndefinedBehaviorSanitizer (`tests/fuzz/abi.py`)",
+}
+
+LESSONS = (
+    ("open", "a thread for each opened pack took longer than parsing it", "folders are read without threads", ""),
+    (
+        "load",
+        "bytes of a norm read as another 16-bit type, silently",
+        "layers are compared by dtype, too",
+        "tests/pack/test_layers.py",
+    ),
+    (
+        "abi",
+        "bit rates beyond 32 bits, crops that overflow, shards of two widths, an index beside ids that nothing checked",
+        "the C interface checks every field itself",
+        "tests/ops/test_cpu_abi.py",
+    ),
+    (
+        "abi",
+        "NaN converted to an integer, and a pointer added to null",
+        "what processors do alike is undefined still",
+        "tests/fuzz/abi.cpp",
+    ),
+    (
+        "abi",
+        "a thread that cannot be started, or memory that runs out in one, ended the process",
+        "exceptions stay inside the team that works",
+        "tests/ops/test_cpu_abi.py",
+    ),
+    (
+        "faults",
+        "an error about a path that is no UTF-8 could not be printed",
+        "errors are escaped where they are made",
+        "tests/faults/test_surroundings.py",
+    ),
+)
+
+
+def _record() -> None:
+    """The campaigns' states as a results file."""
+    from vllm_exl3.tools.results import write_results
+
+    rows: list[dict[str, Any]] = []
+    for campaign, file in (("open", "pack.json"), ("load", "loader.json"), ("abi", "abi.json")):
+        if not (STATE / file).exists():
+            continue
+        state = json.loads((STATE / file).read_text(encoding="utf-8"))
+        row = {"campaign": campaign, "cases": state.get("calls", state["next"]), "cpu_seconds": state["cpu_seconds"]}
+        row |= {name: state[name] for name in ("loaded", "inputs") if name in state}
+        rows.append({**row, "findings": len(state["found"]), "ends": state.get("ends", {})})
+    write_results(
+        RESULTS / "fuzz.json",
+        rows,
+        machine="cpu",
+        command="make fuzz; python scripts/reliability_page.py --record",
+        replaces=lambda row: row["campaign"] in {new["campaign"] for new in rows},
+    )
+
+
+def _kinds(ends: dict[str, int]) -> str:
+    """How loaded packs ended, by kind of damage."""
+    columns = ("refused", "vLLM: refused", "warned", "equal", "reported by verify", "not finite", "silent")
+    table = "| damage | " + " | ".join(columns) + " |\n" + "|---" * (1 + len(columns)) + "|\n"
+    counts: dict[str, Counter[str]] = {}
+    for name, count in ends.items():
+        damage, _, end = name.partition(": ")
+        counts.setdefault(damage, Counter())[end] += count
+    for damage, found in sorted(counts.items()):
+        cells = " | ".join(str(found[column]) if found[column] else "" for column in columns)
+        table += f"| {damage.replace('_', ' ')} | {cells} |\n"
+    return table
+
+
+def page() -> str:
+    """The text of docs/reliability.md."""
+    rows = {row["campaign"]: row for row in json.loads((RESULTS / "fuzz.json").read_text(encoding="utf-8"))["rows"]}
+    text = HEAD
+    for campaign, what in NAMES.items():
+        if row := rows.get(campaign):
+            cases = f"{row['cases']:,}" + (f", of which vLLM loaded {row['loaded']:,}" if "loaded" in row else "")
+            text += f"| {what} | {cases} | {row['cpu_seconds'] / 3600:.1f} | {row['findings']} |\n"
+    if row := rows.get("load"):
+        text += LOADED
+        text += _kinds(row["ends"])
+    if (RESULTS / "soak.json").exists():
+        text += _load(json.loads((RESULTS / "soak.json").read_text(encoding="utf-8"))["rows"])
+    text += TAUGHT
+    for where, found, taught, test in LESSONS:
+        text += f"| {where} | {found} | {taught} | {f'`{test}`' if test else ''} |\n"
+    return text
+
+
+def _load(rows: list[dict[str, Any]]) -> str:
+    text = LOAD
+    for row in rows:
+        cells = (row["seconds"], f"{row['requests']:,}", row["stuck"], sum(row["wrong"].values()))
+        cells += (
+            row["canaries"],
+            row["canary_answers"],
+            f"{row['canary_spread']:.1e}",
+            f"{100 * row['memory_drift']:.2f} %",
+            f"{row['first_token_p99_s']} s",
+        )
+        text += "| " + " | ".join(map(str, cells)) + " |\n"
+    notes = [row["note"] for row in rows if row["note"]]
+    return text + "".join(f"\nOf the run: {note}.\n" for note in dict.fromkeys(notes))
+
+
+def main() -> int | str:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description="Write docs/reliability.md.")
+    parser.add_argument("--record", action="store_true", help="first take over what .cache/fuzz has counted")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; the exit status says whether it is current"
+    )
+    arguments = parser.parse_args()
+    if arguments.record:
+        _record()
+    text = page()
+    if arguments.check:
+        return 0 if PAGE.read_text(encoding="utf-8") == text else f"{PAGE} is not current: run make docs"
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
