@@ -14,6 +14,7 @@ from vllm_exl3.cli.doctor import doctor
 from vllm_exl3.cli.embed_quant import embed_quant
 from vllm_exl3.cli.inspect import inspect
 from vllm_exl3.cli.precompile import precompile
+from vllm_exl3.cli.verify import verify
 from vllm_exl3.env_variable import VariableError
 from vllm_exl3.pack.errors import Exl3PackError
 
@@ -40,6 +41,7 @@ def version(
 
 
 app.command()(inspect)
+app.command()(verify)
 app.command()(demo)
 app.command()(embed_quant)
 app.command()(precompile)
