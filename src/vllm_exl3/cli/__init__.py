@@ -16,6 +16,7 @@ from vllm_exl3.cli.inspect import inspect
 from vllm_exl3.cli.plan import plan
 from vllm_exl3.cli.precompile import precompile
 from vllm_exl3.cli.reindex import reindex
+from vllm_exl3.cli.verify import verify
 from vllm_exl3.env_variable import VariableError
 from vllm_exl3.pack.errors import Exl3PackError
 
@@ -44,6 +45,7 @@ def version(
 app.command()(inspect)
 app.command()(reindex)
 app.command()(plan)
+app.command()(verify)
 app.command()(demo)
 app.command()(embed_quant)
 app.command()(precompile)
