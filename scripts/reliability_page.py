@@ -138,7 +138,7 @@ def page() -> str:
     for campaign, what in NAMES.items():
         if row := rows.get(campaign):
             cases = f"{row['cases']:,}" + (f", of which vLLM loaded {row['loaded']:,}" if "loaded" in row else "")
-            text += f"| {what} | {cases} | {row['cpu_seconds'] / 3600:.1f} | {row['findings']} |\n"
+            text += f"| {what} | {cases} | {row['cpu_seconds'] / 3600:.2f} | {row['findings']} |\n"
     if row := rows.get("load"):
         text += LOADED
         text += _kinds(row["ends"])
