@@ -250,7 +250,7 @@ def drift(samples: list[tuple[float, int]]) -> float:
 
 def spread(canary: list[Any]) -> float:
     """How far log-probabilities of the same tokens after the same tokens lie apart."""
-    worst, (ids, usual) = 0.0, canary[0]
+    worst, (ids, usual) = 0.0, canary[0] if canary else ((), ())
     for tokens, values in canary[1:]:
         for position, (token, value) in enumerate(zip(tokens, values, strict=True)):
             if token != ids[position]:
@@ -289,6 +289,7 @@ def main() -> int:
         "canary_answers": len(tokens),
         "canary_bits": len({str(answer) for answer in load.canary}),
         "canary_spread": spread(load.canary),
+        "canary_values": list({str(answer): answer for answer in load.canary}.values())[:8],
         "tracebacks_in_log": tracebacks,
         "memory_mib": [round(samples[0][1] / 2**20), round(samples[-1][1] / 2**20)],
         "memory_drift": round(drift(samples), 5),

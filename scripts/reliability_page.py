@@ -38,8 +38,11 @@ headers that are as they should be.
 LOAD = """
 ## Load
 
-`vllm serve` on a CPU under clients of every kind, bursts and a canary (`benchmarks/soak.py`). The canary's spread is
-that of the log-probabilities of equal tokens: what is computed at the same time decides the order of vLLM's own sums.
+`vllm serve` on a CPU under clients of every kind, bursts and a canary (`benchmarks/soak.py`). The canary is one greedy
+prompt of the base model; its spread is that of the log-probabilities of equal tokens, and is not explained yet: in one
+process, beside up to 31 other requests with adapters or without, its bits are always the same. (vLLM's own
+`VLLM_BATCH_INVARIANT=1` needs Triton, which CPUs lack.) "Wrong" counts connections that were closed and answers of
+another status than the request earns.
 
 | seconds | requests | stuck | wrong | canaries | answers | spread | memory drift | p99 to first token |
 |---|---|---|---|---|---|---|---|---|
@@ -135,7 +138,7 @@ def page() -> str:
     for campaign, what in NAMES.items():
         if row := rows.get(campaign):
             cases = f"{row['cases']:,}" + (f", of which vLLM loaded {row['loaded']:,}" if "loaded" in row else "")
-            text += f"| {what} | {cases} | {row['cpu_seconds'] / 3600:.1f} | {row['findings']} |\n"
+            text += f"| {what} | {cases} | {row['cpu_seconds'] / 3600:.2f} | {row['findings']} |\n"
     if row := rows.get("load"):
         text += LOADED
         text += _kinds(row["ends"])

@@ -117,7 +117,7 @@ def run(program: Path, folder: Path, *, inputs: int, seed: int = 0) -> Outcome:
             f"-artifact_prefix={corpus}/",
             f"-seed={seed + 1}",
         ]
-        command = [str(program), str(corpus), *options, "-print_final_stats=1", "-detect_leaks=0", "-timeout=60"]
+        command = [str(program), str(corpus), *options, "-print_final_stats=1", "-detect_leaks=0", "-timeout=600"]
     done = subprocess.run(
         command,
         capture_output=True,

@@ -177,16 +177,18 @@ def main() -> int:
             arguments.state.with_suffix(".part").write_text(text)
             arguments.state.with_suffix(".part").replace(arguments.state)
 
-        while number < arguments.cases and time.monotonic() - begin < arguments.seconds:
-            begun.write_text(str(number))
-            campaign.case(number)
-            number += 1
-            if time.monotonic() - saved > 10:
-                saved = time.monotonic()
-                save()
-                print(f"{number} cases, {campaign.loaded} loaded, {len(campaign.found)} found", flush=True)
-        begun.unlink(missing_ok=True)
-        save()
+        try:
+            while number < arguments.cases and time.monotonic() - begin < arguments.seconds:
+                begun.write_text(str(number))
+                campaign.case(number)
+                number += 1
+                if time.monotonic() - saved > 10:
+                    saved = time.monotonic()
+                    save()
+                    print(f"{number} cases, {campaign.loaded} loaded, {len(campaign.found)} found", flush=True)
+        finally:  # Ctrl-C, too; only a process that dies leaves it
+            begun.unlink(missing_ok=True)
+            save()
     for end, count in sorted(campaign.ends.items()):
         print(f"{count:9d}  {end}")
     for case, what in campaign.found.items():
