@@ -263,7 +263,8 @@ def test_the_command_prints_size_and_error(tmp_path: Path) -> None:
     source = plain(tmp_path / "source")
     result = CliRunner().invoke(app, ["embed-quant", str(source), str(tmp_path / "target"), "--bits", "8"])
     assert result.exit_code == 0, result.output
-    assert "100 x 200" in result.output and "relative error" in result.output and "verifying" in result.output
+    assert "100 x 200" in result.output and "relative error" in result.output
+    assert "verifying" not in result.output  # what ends within two seconds shows no progress in a log
 
 
 def test_bytes_that_change_on_disk_fail_the_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

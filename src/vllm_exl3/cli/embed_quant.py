@@ -27,27 +27,18 @@ def embed_quant(
 
     Needs the free space of the rewritten file. TARGET appears once it is complete and verified.
     """
-    from contextlib import ExitStack
-
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+    from vllm_exl3.cli.progress import bytes_progress
     from vllm_exl3.pack.wording import format_bytes
     from vllm_exl3.tools.table_writer import quantize_embedding
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True))
-    tasks: dict[str, TaskID] = {}
-    with ExitStack() as shown:
-
-        def show(phase: str, done: int, total: int) -> None:
-            if not tasks:
-                shown.enter_context(bar)  # not before there is something to show: a refusal needs no bar
-            if phase not in tasks:
-                tasks[phase] = bar.add_task(phase, total=total)
-            bar.update(tasks[phase], completed=done)
-
-        result = quantize_embedding(source, target, int(bits.value), module=module, copy=copy, progress=show)
+    try:
+        with bytes_progress(Console(stderr=True)) as show:
+            result = quantize_embedding(source, target, int(bits.value), module=module, copy=copy, progress=show)
+    except KeyboardInterrupt:
+        typer.echo(f"Interrupted: nothing was saved, {target} was not written", err=True)
+        raise typer.Exit(130) from None
     rows, width = result.shape
     typer.echo(
         f"{result.module}: {rows} x {width}, {format_bytes(result.source_bytes)} -> "
