@@ -144,7 +144,7 @@ def row(name: str, nbytes: int, linear_bits: float, reference: FinalStates, othe
     line = f"{name}: " + ", ".join(f"{key} {value.mean:.4g}" for key, value in estimates.items())
     print(line, flush=True)
     values = {key: value.as_dict() for key, value in estimates.items()}
-    return {"model": name, "bytes": nbytes, "linear_bits": linear_bits, **values}
+    return {"model": name, "tokens": ids.numel(), "bytes": nbytes, "linear_bits": linear_bits, **values}
 
 
 def document() -> None:
@@ -198,31 +198,34 @@ def main() -> None:
     words = tokenizer.encode(text(arguments.cache)).ids[: arguments.tokens // WINDOW * WINDOW]
     ids = torch.tensor(words).view(-1, WINDOW)
     reference = final_states(Dense("16-bit", model.tensors), model.config, ids)
-    rows = []
+    facts = {
+        "text": TEXT_PACKAGE,
+        "tokens": ids.numel(),
+        "tokens_sha256": hashlib.sha256(np.array(words, "<u4").tobytes()).hexdigest(),
+    }
+
+    def record(found: dict[str, Any]) -> None:
+        # Row by row: an interruption keeps what was measured.
+        if arguments.write:
+            write_results(
+                RESULTS,
+                [found],
+                machine="cpu",
+                command=f"python benchmarks/quality.py --tokens {arguments.tokens} --write",
+                replaces=lambda entry: entry["model"] == found["model"] or entry["tokens"] != found["tokens"],
+                facts=facts,
+            )
+
     for bits, folder in packs.items():
         pack = Pack.open(folder)
         states = final_states(PackWeights(pack), pack.config, ids)
-        rows.append(row(f"EXL3 {bits:g} bits", pack.nbytes, bits, reference, states, ids))
+        record(row(f"EXL3 {bits:g} bits", pack.nbytes, bits, reference, states, ids))
     shuffled = permuted(model) if arguments.gguf else {}
     for kind in arguments.gguf:
         tensors, size = as_gguf(shuffled, kind)
         states = final_states(Dense(kind, tensors), model.config, ids)
         linear_bits = {"Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5}[kind]
-        rows.append(row(f"GGUF {kind}", size, linear_bits, reference, states, ids))
-    if arguments.write:
-        names = {entry["model"] for entry in rows}
-        write_results(
-            RESULTS,
-            rows,
-            machine="cpu",
-            command="python benchmarks/quality.py --write",
-            replaces=lambda entry: entry["model"] in names,
-            facts={
-                "text": TEXT_PACKAGE,
-                "tokens": ids.numel(),
-                "tokens_sha256": hashlib.sha256(np.array(words, "<u4").tobytes()).hexdigest(),
-            },
-        )
+        record(row(f"GGUF {kind}", size, linear_bits, reference, states, ids))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ from vllm_exl3.verify.weights import DenseFolder, PackWeights, find_weight
 IDS = torch.randint(0, 640, (4, 24), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", ["llama_odd-4.0-mul1", "phi3-5.0-mul1", "gemma2-6.0-mcg", "mixtral-4.0-3inst"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_odd-4.0-mul1",
+        "mixtral-4.0-3inst",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi3-5.0-mul1", "gemma2-6.0-mcg")),
+    ],
+)
 def test_streamed_layers_are_the_whole_model(name: str) -> None:
     pack = Pack.open(damage.DATA / "packs" / name)
     weights, layers = PackWeights(pack), []

@@ -147,7 +147,7 @@ def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str
     with display.progress("reading tensors", pack.nbytes, "GB", 1e9) as advance:
         scan = scan_tensors(pack, advance)
     rate = scan.nbytes / max(scan.seconds, 1e-9) / 1e9
-    display.say(f"tensors    {scan.tensors} read, {scan.nbytes / 1e9:.3f} GB at {rate:.2f} GB/s")
+    display.say(f"tensors    {scan.tensors} read, {scan.nbytes / 1e9:.3f} GB at {rate:.3g} GB/s")
     if scan.undecided:
         display.say(f"           {scan.undecided} linears below K = 1.5, whose bits say nothing about themselves")
     figures = {"tensors": scan.tensors, "bytes": scan.nbytes, "seconds": scan.seconds, "undecided": scan.undecided}
