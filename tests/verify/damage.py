@@ -1,5 +1,7 @@
 """Damages copies of golden packs in place: their headers stay as they are, so that every copy still parses."""
 
+import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +10,9 @@ import numpy as np
 
 from tests.conftest import DATA
 from vllm_exl3.pack import Pack, StoredLinear, StoredTensor
+from vllm_exl3.tools.pack_writer import PackTensor, write_safetensors
+from vllm_exl3.verify.against import expected_error
+from vllm_exl3.verify.weights import decoded
 
 
 def copy_of(name: str, folder: Path) -> Path:
@@ -111,3 +116,42 @@ def foreign_head(pack: Path) -> str:
     trellis = np.frombuffer(raw(pack, head.trellis), "<i2").reshape(head.trellis.shape)
     overwrite(pack, head.trellis, np.roll(trellis, 3, axis=1).tobytes())
     return head.key
+
+
+def neighbour_k(pack: Path) -> str:
+    """A trellis of the head's K in place of a linear's own, with a header to match."""
+    head, target = linear(pack, "lm_head"), linear(pack, "1.self_attn.q_proj")
+    trellis = np.frombuffer(raw(pack, head.trellis), "<i2").reshape(head.trellis.shape)
+    trellis = trellis[:, : target.trellis.shape[1]]
+    tensors = []
+    for tensor in Pack.open(pack).tensors.values():
+        data = raw(pack, tensor)
+        shape = tensor.shape
+        words = f"u{tensor.nbytes // int(np.prod(shape, dtype=int))}"
+        make = functools.partial(np.frombuffer, data, words)
+        if tensor.name == target.trellis.name:
+            make, shape = functools.partial(np.array, trellis), trellis.shape
+        tensors.append(PackTensor(tensor.name, tensor.dtype, shape, make))
+    write_safetensors(pack / target.trellis.file, tensors)
+    return target.key
+
+
+def source_of(pack: Path, folder: Path) -> Path:
+    """A 16-bit model that the pack could have been made from: its decoded weights and the error of its K."""
+    random = np.random.default_rng(0)
+    opened = Pack.open(pack)
+    tensors = []
+    for key, found in opened.linears.items():
+        weight = decoded(opened, found).T
+        noise = random.standard_normal(weight.shape, np.float32) * weight.std() * expected_error(found.bits)
+        weight = (weight + noise).astype(np.float16)
+        tensors.append(PackTensor(f"{key}.weight", "F16", weight.shape, functools.partial(np.array, weight)))
+    for key, dense in opened.dense.items():
+        values = opened.read(dense.name).astype(np.float16)
+        tensors.append(PackTensor(f"{key}.weight", "F16", values.shape, functools.partial(np.array, values)))
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = json.loads((pack / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -22,7 +22,7 @@ def test_nothing_in_an_intact_pack(golden_pack: Path) -> None:
     assert scan.undecided == sum(linear.bits < 1.5 for linear in pack.linears.values())
 
 
-@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("name", [PACKS[0], pytest.param(PACKS[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("harm", "check"),
     [

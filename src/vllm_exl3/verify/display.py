@@ -67,4 +67,4 @@ def _lines(
 
 
 def _rate(amount: float, seconds: float, unit: str) -> str:
-    return f"{amount / max(seconds, 1e-9):.2f} {unit}/s"
+    return f"{amount / max(seconds, 1e-9):.3g} {unit}/s"

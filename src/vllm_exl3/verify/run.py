@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,128 @@ from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.finding import Finding
 from vllm_exl3.verify.tensors import scan_tensors
 
-__all__ = ["check_tensors", "write_json", "write_text"]
+__all__ = ["Request", "check_tensors", "run", "write_json", "write_text"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be verified.
+
+    Attributes:
+        pack: the pack's folder.
+        against: folder or repository of the 16-bit model.
+        text: a text file for the divergence.
+        tokens: tokens of it.
+        compare: other packs to measure on the same text.
+        backends: decode a sample with every backend.
+        canary: serve with vLLM twice.
+        json_file: where the report goes.
+        card: folder of the card.
+    """
+
+    pack: str
+    against: str | None = None
+    text: Path | None = None
+    tokens: int = 8192
+    compare: tuple[str, ...] = ()
+    backends: bool = True
+    canary: bool = False
+    json_file: Path | None = None
+    card: Path | None = None
+
+
+def run(request: Request, display: Display) -> list[Finding]:
+    """Verify a pack, print the account, and write the files.
+
+    Returns:
+        Every fault.
+
+    Raises:
+        Exl3PackError: the pack or a model it is compared with cannot be read.
+    """
+    pack = Pack.open(request.pack)
+    findings, figures = check_tensors(pack, display)
+    report: dict[str, Any] = {"pack": Path(pack.source).name, "tensors": figures}
+    if request.backends:
+        findings += _check_backends(pack, report, display)
+    if request.canary:
+        from vllm_exl3.verify.canary import run_canary
+
+        display.say("canary     starting vLLM twice")
+        report["canary"], faults = run_canary(pack.source, pack.config.get("vocab_size", 256))
+        findings += faults
+    divergences: dict[str, Any] = {}
+    if request.against is not None:
+        divergences = _judge(pack, request, report, findings, display)
+    report["findings"] = [finding.as_dict() for finding in findings]
+    _say_findings(findings, request, display)
+    if request.json_file is not None:
+        write_json(request.json_file, report)
+    if request.card is not None:
+        from vllm_exl3.verify.card import write_card
+
+        write_card(request.card, report, divergences)
+        display.say(f"card       {request.card}")
+    return findings
+
+
+def _check_backends(pack: Pack, report: dict[str, Any], display: Display) -> list[Finding]:
+    try:
+        from vllm_exl3.verify.backends import compare_backends, decoders, sample_linears
+    except ImportError as error:
+        display.say(f"backends   not compared: {error}")
+        return []
+    found, declined = decoders()
+    linears = sample_linears(pack)
+    faults = list(compare_backends(pack, linears, found))
+    names = [decoder.name for decoder in found]
+    display.say(f"backends   {len(linears)} linears decoded by {', '.join(names)} and in numpy")
+    for name, reason in declined.items():
+        display.say(f"           not by {name}: {reason}")
+    report["backends"] = {"compared": names, "declined": declined, "linears": [linear.key for linear in linears]}
+    return faults
+
+
+def _judge(
+    pack: Pack, request: Request, report: dict[str, Any], findings: list[Finding], display: Display
+) -> dict[str, Any]:
+    from vllm_exl3.verify.against import compare_weights
+    from vllm_exl3.verify.measure import measure, open_source, read_text
+
+    assert request.against is not None
+    source = open_source(request.against)
+    weights = sum(linear.in_features * linear.out_features for linear in pack.linears.values())
+    with display.progress("comparing weights", weights, "M weights", 1e6) as advance:
+        errors, faults, missing = compare_weights(pack, source, advance)
+    findings += faults
+    if missing:
+        names = ", ".join(missing[:4])
+        findings.append(Finding("weights", source.label, f"no tensor for {len(missing)} linears ({names})", "all"))
+    if errors:
+        worst = max(errors, key=lambda layer: layer.error / layer.expected)
+        display.say(f"weights    {len(errors)} linears; the worst has {worst.error:.3g} where {worst.expected:.3g} is "
+                    f"expected at K = {worst.bits:g}: {worst.key}")  # fmt: skip
+    report["weights"] = [layer.as_dict() for layer in errors]
+    if request.text is None:
+        return {}
+    folder = pack.folder or Path(pack.source)
+    ids = read_text(request.text, folder, request.tokens)
+    divergences = measure(pack, source, request.compare, ids, display)
+    report["text"] = {"tokens": ids.numel(), "sequences": len(ids)}
+    report["divergence"] = {
+        Path(label).name: {name: value.as_dict() for name, value in found.estimates().items()}
+        for label, found in divergences.items()
+    }
+    return {Path(label).name: found for label, found in divergences.items()}
+
+
+def _say_findings(findings: list[Finding], request: Request, display: Display) -> None:
+    for finding in findings:
+        display.say(f"FAULT  {finding.where}\n  check     {finding.check}\n  found     {finding.found}\n"
+                    f"  expected  {finding.expected}")  # fmt: skip
+    if not findings:
+        hint = " Flipped signs and exchanged tensors of one shape and K show only with --against."
+        display.say("No faults." + ("" if request.against else hint))
 
 
 def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str, Any]]:
@@ -25,7 +147,7 @@ def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str
     with display.progress("reading tensors", pack.nbytes, "GB", 1e9) as advance:
         scan = scan_tensors(pack, advance)
     rate = scan.nbytes / max(scan.seconds, 1e-9) / 1e9
-    display.say(f"tensors    {scan.tensors} read, {scan.nbytes / 1e9:.3f} GB at {rate:.2f} GB/s")
+    display.say(f"tensors    {scan.tensors} read, {scan.nbytes / 1e9:.3f} GB at {rate:.3g} GB/s")
     if scan.undecided:
         display.say(f"           {scan.undecided} linears below K = 1.5, whose bits say nothing about themselves")
     figures = {"tensors": scan.tensors, "bytes": scan.nbytes, "seconds": scan.seconds, "undecided": scan.undecided}
