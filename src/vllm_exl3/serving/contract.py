@@ -189,7 +189,10 @@ TOUCHED = (
         "refusing splits of experts once, before workers start",
         mentions=("_get_quantization_config(", "verify_with_parallel_config"),
     ),
-    Touched("vllm.config:ModelConfig.using_transformers_backend", "refusing factors on logits that it leaves out"),
+    Touched(
+        "vllm.config:ModelConfig.using_transformers_backend",
+        "refusing factors on logits that it leaves out, and decoding what code of transformers reads",
+    ),
     Touched(
         "vllm.compilation.backends:set_model_tag",
         "telling a draft from the model that it drafts for",
