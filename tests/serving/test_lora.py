@@ -71,13 +71,23 @@ def test_adapters_work_beside_an_exl3_head(tmp_path: Path) -> None:
         assert with_adapters(llm, [second]) != [plain]
 
 
+@pytest.mark.parametrize("adapters", [1, 2], ids=["one slot", "two slots"])
+def test_requests_of_the_base_model_are_not_those_of_an_adapter_beside_them(adapters: int, tmp_path: Path) -> None:
+    """vLLM's CPU kernels take index -1, no adapter, for the last one: in prompts and in single tokens."""
+    requests: list[LoRARequest | None] = [
+        LoRARequest(str(number), number, adapter(tmp_path / str(number), 1.0, EVERY_LAYER, seed=number))
+        for number in range(1, adapters + 1)
+    ]
+    with engine(PACK, enable_lora=True, max_lora_rank=8, max_loras=adapters) as llm:
+        (plain,) = with_adapters(llm, [None])
+        alone = [with_adapters(llm, [request])[0] for request in requests]
+        assert with_adapters(llm, [None, *requests, None]) == [plain, *alone, plain]
+    assert plain not in alone
+
+
 @pytest.mark.slow
 def test_several_adapters_in_one_batch_are_those_of_the_dense_model(tmp_path: Path) -> None:
-    """On every linear, fused ones and padded ones too; the oracle is the model that the pack decodes to.
-
-    Requests without an adapter are not mixed in: beside others, vLLM 0.32 gives them the last adapter on CPUs, dense
-    model or not.
-    """
+    """On every linear, fused ones and padded ones too; the oracle is the model that the pack decodes to."""
     requests: list[LoRARequest | None] = [
         LoRARequest(f"a{number}", number, adapter(tmp_path / str(number), scale, EVERY_LAYER, seed=number))
         for number, scale in ((1, 0.05), (2, 0.3))

@@ -26,6 +26,7 @@ from vllm_exl3.pack.parts import Resolution
 from vllm_exl3.pack.spelling import renamed
 from vllm_exl3.pack.stored import StoredNgramTable
 from vllm_exl3.pack.support import unserved
+from vllm_exl3.serving.adapters import install_adapter_mask
 from vllm_exl3.serving.capability import LEAST_CAPABILITY, refuse_old_gpus
 from vllm_exl3.serving.degrees import refuse_degrees
 from vllm_exl3.serving.delegate import SourceFormat
@@ -201,6 +202,7 @@ class Exl3Config(QuantizationConfig):
             if self.source is None:
                 raise RuntimeError("Exl3Config: maybe_update_config has not named the pack yet")
             self._pack = Pack.open(self.source, self.revision)
+            install_adapter_mask()
             # Before this process builds a layer, each of which asks for the pack.
             for architecture in architectures(self._pack.config):
                 if qwen4_exp.is_qwen4_exp(architecture):

@@ -64,8 +64,14 @@ _CREATE = (
     "params_dtype",
 )
 
+_SHRINK = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling")
+
 TOUCHED = (
     Touched("vllm.plugins:load_general_plugins", "being called in every process"),
+    *(
+        Touched(f"vllm.lora.{where}:bgmv_shrink", "keeping adapters off tokens of the base model, on CPUs", _SHRINK)
+        for where in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")
+    ),
     Touched(f"{_LAYERS}.quantization:register_quantization_config", "registering exl3", ("quantization",)),
     *(
         Touched(f"{_LAYERS}.quantization.base_config:QuantizationConfig.{name}", why, accepts)
