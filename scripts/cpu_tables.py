@@ -23,9 +23,9 @@ SETS = {
 """How the documents call the instruction sets."""
 
 
-def cpu_tables(linear: Results, encode: Results, busy: Results) -> str:
+def cpu_tables(tokens: Results, linear: Results, encode: Results, busy: Results) -> str:
     """All tables of the page's measured part."""
-    return "\n".join([*_linears(linear), *_encoder(encode), *_busy(busy)])
+    return "\n".join([*_tokens(tokens), *_linears(linear), *_encoder(encode), *_busy(busy)])
 
 
 def one_token_line(linear: Results) -> str:
@@ -43,6 +43,37 @@ def one_token_line(linear: Results) -> str:
         "torch's in bf16, kept to AVX2 as well (`cpu_linear_isa.json`; other codebooks: "
         "[docs/kernels-cpu.md](docs/kernels-cpu.md#by-instruction-set))"
     )
+
+
+_KINDS = (("mul1", 2), ("mul1", 4), ("mul1", 6), ("mul1", 8), ("mcg", 4), ("3inst", 4))
+"""Codebooks and rates that the table of several tokens shows."""
+
+
+def _tokens(results: Results) -> list[str]:
+    """Several numbers of tokens under the best instruction set."""
+    meta, rows = results["meta"], results["rows"]
+    bandwidth = next(row for row in rows if row["kernel"] == "read_bandwidth")
+    timed = [row for row in rows if "us" in row]
+    text = (
+        f"The best set of an {meta['cpu']} (a virtual machine), {SETS[bandwidth['isa']]}, on {meta['threads']} "
+        f"threads, {meta['date']} (`benchmarks/results/cpu/cpu_linear.json`): µs per call, as the median of rounds in which "
+        "torch and every kernel took turns, with more weights than the caches hold; in brackets, the speed relative to "
+        "`torch.nn.functional.linear` in bf16 in the same rounds. A sum over int32 reads "
+        f"{bandwidth['gbps']:.1f} GB/s there."
+    )
+    peers = {(row["in"], row["out"], row["m"]): row["us"] for row in timed if row["kernel"] == "torch_bf16"}
+    own = {
+        (row["in"], row["out"], row["m"], row["codebook"], row["bits"]): row["us"]
+        for row in timed
+        if row["kernel"] == "native"
+    }
+    table = []
+    for (inputs, outputs, m), peer in peers.items():
+        times = [own[inputs, outputs, m, *kind] for kind in _KINDS]
+        cells = [f"{time:.0f} ({peer / time:.2f})" for time in times]
+        table.append([f"{inputs}×{outputs}", str(m), f"{peer:.0f}", *cells])
+    heads = [f"{codebook.replace('3inst', '3INST')} K={bits}" for codebook, bits in _KINDS]
+    return [wrapped(text).rstrip("\n"), "", *_table(["in×out", "M", "bf16", *heads], table)]
 
 
 def _linears(results: Results) -> list[str]:

@@ -33,9 +33,10 @@ def machines_line() -> str:
     """On what, with what and when all of it was measured."""
     gpu = [load(f"h200/{name}.json")["meta"] for name in ("linear", "serve", "prefill", "moe", "marlin")]
     cpu = [load(f"cpu/{name}.json")["meta"] for name in ("demo", "cpu_linear", "golden", "memory")]
+    processors = " or ".join(dict.fromkeys(f"an {meta['cpu']}" for meta in cpu))
     return wrapped(
         f"GPU: one {gpu[0]['gpu']}, driver {gpu[0]['driver']}, CUDA {gpu[0]['cuda']}, {_versions(gpu, 'exllamav3')}. "
-        f"CPU: two cores of an {cpu[0]['cpu']} (a virtual machine), {_versions(cpu)}. Every file named below records "
+        f"CPU: two cores of {processors} (virtual machines), {_versions(cpu)}. Every file named below records "
         "the command and the commit as well."
     )
 
@@ -208,7 +209,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_part,
     "docs/kernels-gpu.md": lambda: linear_tables(load("h200/linear.json"), load("h200/marlin.json")),
     "docs/kernels-cpu.md": lambda: cpu_tables(
-        *(load(f"cpu/{name}.json") for name in ("cpu_linear_isa", "cpu_encode_isa", "cpu_busy"))
+        *(load(f"cpu/{name}.json") for name in ("cpu_linear", "cpu_linear_isa", "cpu_encode_isa", "cpu_busy"))
     ),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
     "docs/support-matrix.md": lambda: gpu_tests(ROOT / "benchmarks/results/h200/tests.json"),
