@@ -56,9 +56,9 @@ def _tokens(results: Results) -> list[str]:
     timed = [row for row in rows if "us" in row]
     text = (
         f"The best set of an {meta['cpu']} (a virtual machine), {SETS[bandwidth['isa']]}, on {meta['threads']} "
-        f"threads, {meta['date']} (`benchmarks/results/cpu/cpu_linear.json`): µs per call, as the median of rounds in which "
-        "torch and every kernel took turns, with more weights than the caches hold; in brackets, the speed relative to "
-        "`torch.nn.functional.linear` in bf16 in the same rounds. A sum over int32 reads "
+        f"threads, {meta['date']} (`benchmarks/results/cpu/cpu_linear.json`): µs per call, as the median of "
+        "rounds in which torch and every kernel took turns, with more weights than the caches hold; in brackets, the "
+        "speed relative to `torch.nn.functional.linear` in bf16 in the same rounds. A sum over int32 reads "
         f"{bandwidth['gbps']:.1f} GB/s there."
     )
     peers = {(row["in"], row["out"], row["m"]): row["us"] for row in timed if row["kernel"] == "torch_bf16"}
