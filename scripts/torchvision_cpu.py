@@ -7,6 +7,7 @@ implementation: what vLLM and transformers use of torchvision (resizing and norm
 torchvision that can be imported is left as it is.
 """
 
+import argparse
 import importlib.metadata
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def declare_operators(extension: Path) -> None:
 
 def main() -> int:
     """Declare the operators if torchvision is installed and cannot be imported."""
+    argparse.ArgumentParser(description="Let PyPI's torchvision be imported beside a CPU build of torch.").parse_args()
     try:
         distribution = importlib.metadata.distribution("torchvision")
     except importlib.metadata.PackageNotFoundError:
