@@ -89,7 +89,19 @@ DENSE = (
     Family(
         "lfm2",
         sizes("lfm2", without=("head_dim",), layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+        published={
+            "conv_dim": 128,
+            "conv_dim_out": 128,
+            "block_dim": 128,
+            "block_ff_dim": 256,
+            "block_multiple_of": 128,
+            "block_ffn_dim_multiplier": 1.0,
+        },
         tied=True,
     ),
-    Family("bamba", sizes("bamba", without=("head_dim",), attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=32)),
+    Family(
+        "bamba",
+        sizes("bamba", without=("head_dim",), attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=32),
+        gpu="vLLM 0.32 builds it from transformers' class, and refuses the linear attention of that by name",
+    ),
 )

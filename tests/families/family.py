@@ -59,7 +59,7 @@ class Family:
         options: of the engine.
         bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
-        gpu: why vLLM serves the family on GPUs only, or not in float32; such a row is not compared here.
+        gpu: why vLLM serves the family on GPUs only, not in float32, or not at all; such a row is not compared here.
         shows: what the report must say, if anything.
     """
 
