@@ -1,73 +1,162 @@
-"""A greedy canary: a pack served by vLLM twice, each time in a process of its own, must give the same tokens."""
+"""A greedy canary: fixed prompts through stock vLLM in two processes, one after the other.
 
+It finds a pack that vLLM cannot load, logits that are not finite, tokens outside of the vocabulary, and answers that
+differ from one start to the next. It says nothing about the answers' quality.
+"""
+
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from vllm_exl3.verify.finding import Finding
 
-__all__ = ["PROMPT_LENGTHS", "run_canary"]
+__all__ = ["Canary", "compare_runs", "prompts", "run_canary"]
 
-PROMPT_LENGTHS = (3, 17)
-_TOKENS = 16
+TOKENS = 16
+"""Tokens that each prompt is continued by."""
 
-_PROGRAM = """
-import json, sys
-from vllm import LLM, SamplingParams
+_LENGTHS = (1, 5, 17, 40)
+_EXCEPTION = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
+_PATIENCE = 10.0
+_POLL = 0.25
 
-pack, prompts, tokens = json.loads(sys.argv[1])
-llm = LLM(pack, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_batched_tokens=64,
-          max_num_seqs=2, seed=0, enable_prefix_caching=False)
-settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings)
-print("CANARY " + json.dumps([list(answer.outputs[0].token_ids) for answer in answers]), flush=True)
-"""
+Run = list[dict[str, Any]]
 
 
-def run_canary(pack: str, vocabulary: int, timeout: float = 1800) -> tuple[list[list[int]], list[Finding]]:
-    """Serve two prompts greedily, twice.
+@dataclass(frozen=True)
+class Canary:
+    """What two runs have shown.
+
+    Attributes:
+        findings: the faults.
+        runs: for each run and prompt, ``tokens`` and ``logprobs``.
+        seconds: wall time of each run.
+    """
+
+    findings: list[Finding]
+    runs: list[Run]
+    seconds: list[float]
+
+    def figures(self) -> dict[str, Any]:
+        """What the report has beside the findings."""
+        tokens = [answer["tokens"] for answer in self.runs[0]] if self.runs else []
+        return {"runs": len(self.runs), "tokens": tokens, "seconds": self.seconds}
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Prompts of a few lengths, the same for every pack of one vocabulary size."""
+    draw = np.random.default_rng(0)
+    return [[int(token) for token in draw.integers(0, vocabulary, length)] for length in _LENGTHS]
+
+
+def run_canary(
+    pack: Path,
+    vocabulary: int,
+    *,
+    timeout: float = 1800.0,
+    progress: Callable[[float], None] = lambda runs: None,
+    environment: Mapping[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, "-m", "vllm_exl3.serving.canary"),
+) -> Canary:
+    """Run the prompts twice.
 
     Args:
         pack: the pack's folder.
-        vocabulary: tokens that the prompts are chosen from.
-        timeout: seconds that one start may take.
+        vocabulary: tokens that the model has.
+        timeout: seconds that one run may take.
+        progress: called after each run, with 1.
+        environment: the child's environment variables; this process' by default.
+        command: what runs the prompts; the four arguments of `vllm_exl3.serving.canary` are added to it.
 
     Returns:
-        The tokens of the first run (none if it failed) and the faults.
+        The comparison. A run that fails is a finding, and no other follows it.
     """
-    prompts = [[(7 + 31 * place) % vocabulary for place in range(length)] for length in PROMPT_LENGTHS]
-    runs = []
-    for number in (1, 2):
-        tokens, error = _run(pack, prompts, timeout)
-        if tokens is None:
-            return [], [Finding("canary", f"run {number}", error, f"{_TOKENS} greedy tokens for each prompt from vLLM")]
-        runs.append(tokens)
-    if runs[0] == runs[1]:
-        return runs[0], []
-    place = next(
-        (prompt, token)
-        for prompt, (one, other) in enumerate(zip(*runs, strict=True))
-        for token, pair in enumerate(zip(one, other, strict=True))
-        if pair[0] != pair[1]
-    )
-    found = f"other tokens in the second run from token {place[1]} of prompt {place[0]} on"
-    return runs[0], [Finding("canary", "two equal greedy runs", found, "the same tokens")]
+    runs: list[Run] = []
+    seconds: list[float] = []
+    asked = prompts(vocabulary)
+    with tempfile.TemporaryDirectory(prefix="vllm-exl3-canary-") as folder:
+        for number in (1, 2):
+            start, out = time.monotonic(), Path(folder, f"{number}.json")
+            arguments = [*command, str(pack), str(out), json.dumps(asked), str(TOKENS)]
+            fault = _run(arguments, Path(folder, f"{number}.log"), environment, timeout)
+            seconds.append(time.monotonic() - start)
+            if fault is None and not out.exists():
+                fault = "it ended without an answer"
+            if fault is not None:
+                return Canary([Finding("canary", f"run {number}", fault, "answers from vLLM")], runs, seconds)
+            runs.append(json.loads(out.read_text()))
+            progress(1)
+    return Canary(compare_runs(runs, vocabulary), runs, seconds)
 
 
-def _run(pack: str, prompts: Sequence[Sequence[int]], timeout: float) -> tuple[list[list[int]] | None, str]:
-    # With the engine's core in the same process, stopping this one leaves nothing behind.
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    command = [sys.executable, "-c", _PROGRAM, json.dumps([pack, prompts, _TOKENS])]
+def _run(command: Sequence[str], log: Path, environment: Mapping[str, str] | None, timeout: float) -> str | None:
+    """Run a command in a session of its own, of which nothing remains; why it failed, or None."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env=None if environment is None else dict(environment), start_new_session=True,
+        )  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, env=environment)
+        code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        return None, f"no answer within {timeout:.0f} s"
-    line = next((line for line in done.stdout.splitlines() if line.startswith("CANARY ")), None)
-    if line is None:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        return None, f"exit status {done.returncode}: {last[-300:]}"
-    tokens: list[list[int]] = json.loads(line.removeprefix("CANARY "))
-    return tokens, ""
+        return f"no answer in {timeout:.0f} s{_last_words(log)}"
+    finally:
+        _end(process)
+    return None if code == 0 else f"exit status {code}{_last_words(log)}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and what it has started: vLLM's engine is a process of its own.
+
+    The session's group exists for as long as it has a member, so that its number belongs to no one else.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(_POLL)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_words(log: Path) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    raised = list(dict.fromkeys(match.group() for match in _EXCEPTION.finditer(text)))
+    words = raised[:2] or text.strip().splitlines()[-1:]
+    return f": {'; '.join(words)}" if words else ""
+
+
+def compare_runs(runs: Sequence[Run], vocabulary: int) -> list[Finding]:
+    """The faults in what two runs answered."""
+    findings = []
+    for prompt, answers in enumerate(zip(*runs, strict=True)):
+        where = f"prompt {prompt}"
+        for number, answer in enumerate(answers, 1):
+            lost = [place for place, value in enumerate(answer["logprobs"]) if value is None]
+            outside = [token for token in answer["tokens"] if not 0 <= token < vocabulary]
+            if lost:
+                found = f"run {number}: a log probability that is not finite at token {lost[0]}"
+                findings.append(Finding("canary", where, found, "finite logits"))
+            if outside:
+                found = f"run {number}: token {outside[0]}"
+                findings.append(Finding("canary", where, found, f"tokens below {vocabulary}"))
+        one, other = (answer["tokens"] for answer in answers)
+        if one != other:
+            same = (mine == theirs for mine, theirs in zip(one, other, strict=False))
+            place = next((at for at, equal in enumerate(same) if not equal), min(len(one), len(other)))
+            findings.append(Finding("canary", where, f"the runs differ from token {place} on", "the same tokens twice"))
+    return findings

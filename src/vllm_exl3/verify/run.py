@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.pack import Pack
+from vllm_exl3.pack.metadata import text_config
+from vllm_exl3.plan.shapes import number
 from vllm_exl3.plan.survey import survey
 from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.finding import Finding
@@ -57,11 +59,7 @@ def run(request: Request, display: Display) -> list[Finding]:
     if request.backends:
         findings += _check_backends(pack, report, display)
     if request.canary:
-        from vllm_exl3.verify.canary import run_canary
-
-        display.say("canary     starting vLLM twice")
-        report["canary"], faults = run_canary(pack.source, pack.config.get("vocab_size", 256))
-        findings += faults
+        findings += _run_canary(pack, report, display)
     divergences: dict[str, Any] = {}
     if request.against is not None:
         divergences = _judge(pack, request, report, findings, display)
@@ -79,19 +77,34 @@ def run(request: Request, display: Display) -> list[Finding]:
 
 def _check_backends(pack: Pack, report: dict[str, Any], display: Display) -> list[Finding]:
     try:
-        from vllm_exl3.verify.backends import compare_backends, decoders, sample_linears
+        from vllm_exl3.verify.decoders import decoders
+        from vllm_exl3.verify.decoding import compare_decoders, sample_linears
     except ImportError as error:
         display.say(f"backends   not compared: {error}")
         return []
-    found, declined = decoders()
-    linears = sample_linears(pack)
-    faults = list(compare_backends(pack, linears, found))
-    names = [decoder.name for decoder in found]
-    display.say(f"backends   {len(linears)} linears decoded by {', '.join(names)} and in numpy")
-    for name, reason in declined.items():
+    found, absent = decoders()
+    with display.progress("decoding a sample", len(sample_linears(pack)), "linears") as advance:
+        result = compare_decoders(pack, found, advance)
+    display.say(f"backends   {len(result.linears)} linears decoded alike by {', '.join(result.decoders)}"
+                if not result.findings else f"backends   {len(result.linears)} linears decoded")  # fmt: skip
+    for name, reason in absent.items():
         display.say(f"           not by {name}: {reason}")
-    report["backends"] = {"compared": names, "declined": declined, "linears": [linear.key for linear in linears]}
-    return faults
+    report["backends"] = {**result.figures(), "absent": absent}
+    return result.findings
+
+
+def _run_canary(pack: Pack, report: dict[str, Any], display: Display) -> list[Finding]:
+    from vllm_exl3.verify.canary import run_canary
+
+    folder = pack.folder or Path(pack.source)
+    vocabulary = number(text_config(pack.config), "vocab_size") or 256
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    with display.progress("serving a canary", 2, "runs") as advance:
+        result = run_canary(folder, vocabulary, progress=advance, environment=environment)
+    if not result.findings:
+        display.say(f"canary     two runs of vLLM gave the same tokens, in {sum(result.seconds):.0f} s")
+    report["canary"] = result.figures()
+    return result.findings
 
 
 def _judge(

@@ -1,0 +1,96 @@
+"""Every implementation of trellis decoding that runs on this machine, behind one signature.
+
+All of them are exact: a decoded weight is an entry of a table of 65,536 float16 values, so that no two may differ.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_exl3.ops import backends, trellis
+from vllm_exl3.ops.shards import Shard, pack_shards
+from vllm_exl3.pack import Codebook, codec
+
+__all__ = ["CPU_ISAS", "Decoder", "decoders"]
+
+Halves = npt.NDArray[np.float16]
+Decoder = Callable[[npt.NDArray[np.int16], int, Codebook], Halves]
+"""Takes a trellis int16 ``[in/16, out/16, 16·K]``, 2·K and the codebook; returns float16 ``[in, out]``, rotated."""
+
+_X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_words", "avx512_fp16", "amx")
+CPU_ISAS = ("scalar", "neon", *_X86)
+"""Every instruction set of the CPU library."""
+
+
+def decoders() -> tuple[dict[str, Decoder], dict[str, str]]:
+    """The decoders by name, the specification in numpy first, and why others cannot run here, by name."""
+    found: dict[str, Decoder] = {"numpy": codec.decode, "torch on cpu": _reference("cpu")}
+    absent: dict[str, str] = {}
+    importlib.import_module("vllm_exl3.cpu.backend")  # registers its function
+    native = backends.find("dequantize", "cpu", "native")
+    if native is None or (reason := native.unavailable()) is not None:
+        absent["native on cpu"] = "not registered" if native is None else str(reason)
+    else:
+        found |= {f"native on cpu ({isa})": _on_isa(isa, native) for isa in _usable_isas()}
+    if not torch.cuda.is_available():
+        absent["cuda"] = "torch sees no CUDA device"
+        return found, absent
+    importlib.import_module("vllm_exl3.cuda.backend")
+    native = backends.find("dequantize", "cuda", "native")
+    reason = "not registered" if native is None else native.unavailable()
+    for index in range(torch.cuda.device_count()):
+        device = f"cuda:{index}"
+        found[f"torch on {device}"] = _reference(device)
+        if native is None or reason is not None:
+            absent[f"native on {device}"] = str(reason)
+        else:
+            found[f"native on {device}"] = _native(native, device)
+    return found, absent
+
+
+def _reference(device: str) -> Decoder:
+    def decode(words: npt.NDArray[np.int16], half_bits: int, codebook: Codebook) -> Halves:
+        values = trellis.decode(torch.from_numpy(np.array(words)).to(device), half_bits, int(codebook))
+        return np.asarray(values.cpu().numpy(), np.float16)
+
+    return decode
+
+
+def _native(backend: backends.Backend, device: str) -> Decoder:
+    def decode(words: npt.NDArray[np.int16], half_bits: int, codebook: Codebook) -> Halves:
+        rows, columns = words.shape[0] * 16, words.shape[1] * 16
+        shards = tuple(pack_shards([Shard(half_bits, int(codebook), rows, columns, 0, columns)]))
+        flat = torch.from_numpy(np.array(words).reshape(-1)).to(device)
+        ones = [torch.ones(size, dtype=torch.float16, device=device) for size in (rows, columns)]
+        values = backend.function(flat, *ones, shards, rotated=True, dtype=torch.float16)
+        return np.asarray(values.cpu().numpy(), np.float16)
+
+    return decode
+
+
+def _usable_isas() -> list[str]:
+    from vllm_exl3.cpu.library import library
+
+    before = library().exl3_isa()
+    usable = [isa for isa in CPU_ISAS if library().exl3_select_isa(isa.encode()) == 0]
+    library().exl3_select_isa(before)
+    return usable
+
+
+def _on_isa(isa: str, backend: backends.Backend) -> Decoder:
+    from vllm_exl3.cpu.library import check, library
+
+    native = _native(backend, "cpu")
+
+    def decode(words: npt.NDArray[np.int16], half_bits: int, codebook: Codebook) -> Halves:
+        before = library().exl3_isa()
+        check(library().exl3_select_isa(isa.encode()))
+        try:
+            return native(words, half_bits, codebook)
+        finally:
+            library().exl3_select_isa(before)
+
+    return decode
