@@ -37,7 +37,7 @@ def plan(
     from vllm_exl3.pack.pack import Pack
     from vllm_exl3.plan.gpus import find_gpu, gpu_by_memory
     from vllm_exl3.plan.serving_plan import Wish, make_plan
-    from vllm_exl3.plan.sizes import parse_gib, parse_gibs
+    from vllm_exl3.plan.sizes import GIB, parse_gib, parse_gibs
 
     say_unused(pack, revision)
     try:
@@ -47,7 +47,7 @@ def plan(
         if gpu_memory is not None:
             sizes = parse_gibs(gpu_memory)
         elif model is not None:
-            sizes = (int(model.memory_gib * (1 << 30)),)
+            sizes = (int(model.memory_gib * GIB),)
         elif on_cpu and host is not None:
             sizes = ()
         else:
@@ -63,7 +63,7 @@ def plan(
     if len(sizes) not in (1, count):
         raise typer.BadParameter(f"--gpu-memory names {len(sizes)} GPUs, --gpus {count}")
     wish = Wish(
-        model or gpu_by_memory(min(sizes) / (1 << 30)), sizes, gpus=count, tensor_parallel=tp, whole_experts=ep,
+        model or gpu_by_memory(min(sizes) / GIB), sizes, gpus=count, tensor_parallel=tp, whole_experts=ep,
         host_bytes=host, length=max_model_len, cache_type=kv_cache_dtype, seqs=max_num_seqs,
         utilization=gpu_memory_utilization,
     )  # fmt: skip

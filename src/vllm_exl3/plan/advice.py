@@ -13,7 +13,6 @@ from vllm_exl3.plan.serving_plan import Plan, with_changes
 
 __all__ = ["advice", "command", "environment"]
 
-GIB = 1 << 30
 _LEAST_LENGTH = 256
 _INT8 = 1.01
 """Bytes of a weight in an int8 table: one, and a scale a row."""
@@ -97,10 +96,11 @@ def _shorter(pack: Pack, plan: Plan) -> Iterator[str]:
 def _fewer_sequences(pack: Pack, plan: Plan) -> Iterator[str]:
     """Room for logits and activations goes with the number of sequences."""
     fewer = 16
-    if plan.seqs > fewer and with_changes(pack, plan, seqs=fewer).fits:
-        freed = sum(plan.ranks[0].workspace.values()) - sum(
-            with_changes(pack, plan, seqs=fewer).ranks[0].workspace.values()
-        )
+    if plan.seqs <= fewer:
+        return
+    changed = with_changes(pack, plan, seqs=fewer)
+    if changed.fits:
+        freed = sum(plan.ranks[0].workspace.values()) - sum(changed.ranks[0].workspace.values())
         yield f"--max-num-seqs {fewer}: logits of {plan.seqs} sequences take {byte_size(freed)} more"
 
 

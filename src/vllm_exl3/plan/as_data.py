@@ -8,10 +8,10 @@ from vllm_exl3.plan.advice import advice, shell
 from vllm_exl3.plan.estimate import rates
 from vllm_exl3.plan.gpus import MEASURED, find_gpu, gpu_by_memory
 from vllm_exl3.plan.serving_plan import Plan, Rank, Wish, make_plan
+from vllm_exl3.plan.sizes import GIB
 
 __all__ = ["CARDS", "card_line", "estimate_note", "plan_as_data"]
 
-GIB = 1 << 30
 CARDS = {8: "RTX 3070", 12: "RTX 3060", 16: "RTX 4060 Ti", 24: "RTX 3090", 48: "L40S", 80: "H100", 141: "H200"}
 """Sizes of memory that `inspect` plans for, and the common GPU of each size that the estimate takes."""
 

@@ -6,9 +6,10 @@ They know one model shape (DeepSeek V4 and GLM-5.3 Flash) and no workspace. `ser
 import math
 from typing import Any
 
+from vllm_exl3.plan.sizes import GIB
+
 __all__ = ["compute_mla_kv_cache_bytes", "validate_context_scaling"]
 
-GIB = 1 << 30
 WEIGHTS_GB, TOTAL_GB, UTILIZATION, CHUNK = 95.4, 128.0, 0.90, 2048
 
 

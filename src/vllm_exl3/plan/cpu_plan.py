@@ -4,14 +4,15 @@ from dataclasses import dataclass
 
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.plan.cache import Capacity, cache_capacity, request_bytes
-from vllm_exl3.plan.estimate import cpu_decode_us, expert_top_k, rates, reached_experts
+from vllm_exl3.plan.estimate import cpu_decode_us, rates, reached_experts
 from vllm_exl3.plan.layers import cache_layers
+from vllm_exl3.plan.shapes import expert_top_k
+from vllm_exl3.plan.sizes import GIB
 from vllm_exl3.plan.weights import rank_weights
 from vllm_exl3.plan.workspace import max_length
 
 __all__ = ["CpuPlan", "cpu_experts_us", "make_cpu_plan"]
 
-GIB = 1 << 30
 PROCESS = 2 * GIB
 """Interpreter, torch and vLLM's buffers. An allowance."""
 

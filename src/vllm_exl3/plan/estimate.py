@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.plan.gpus import MEASURED, Gpu, find_gpu
-from vllm_exl3.plan.shapes import number
+from vllm_exl3.plan.shapes import expert_top_k
 from vllm_exl3.plan.weights import LayerWeights, Weights
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "cache_read_us",
     "cpu_decode_us",
     "decode_us",
-    "expert_top_k",
     "prefill_us",
     "rates",
     "reached_experts",
@@ -55,11 +53,6 @@ def rates() -> Mapping[str, Any]:
     text = resources.files("vllm_exl3.plan").joinpath("rates.json").read_text(encoding="utf-8")
     found: Mapping[str, Any] = json.loads(text)
     return found
-
-
-def expert_top_k(config: Mapping[str, Any]) -> int:
-    """Experts that serve a token, or 0."""
-    return number(text_config(config), "num_experts_per_tok", "moe_topk", "num_experts_per_token", "top_k_experts")
 
 
 def reached_experts(experts: int, top_k: int, tokens: int) -> float:

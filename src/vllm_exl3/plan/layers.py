@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.pack.skip import main_layers
-from vllm_exl3.plan.shapes import number
+from vllm_exl3.plan.shapes import head_dim, number
 
 __all__ = ["CacheLayer", "Layers", "cache_layers", "layer_count"]
 
@@ -157,7 +157,7 @@ def _attention(kind: str, text: Mapping[str, Any]) -> CacheLayer:
         return CacheLayer("latent", latent=rank + number(text, "qk_rope_head_dim"),
                           indexer=index + INDEXER_BYTES if index and number(text, "index_topk") else 0)  # fmt: skip
     heads = number(text, "num_key_value_heads", "num_attention_heads")
-    width = number(text, "head_dim") or _head_dim(text)
+    width = head_dim(text)
     layer = CacheLayer("full", kv_heads=heads, head_dim=width)
     if window:
         span = number(text, "sliding_window", "attention_chunk_size")
@@ -166,11 +166,6 @@ def _attention(kind: str, text: Mapping[str, Any]) -> CacheLayer:
     return (
         replace(layer, head_dim=wide, kv_heads=number(text, "num_global_key_value_heads") or heads) if wide else layer
     )
-
-
-def _head_dim(text: Mapping[str, Any]) -> int:
-    heads = number(text, "num_attention_heads")
-    return number(text, "hidden_size") // heads if heads else 0
 
 
 def _state_bytes(text: Mapping[str, Any], kind: str) -> int:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from math import ceil
 
 from vllm_exl3.plan.estimate import HostShare
+from vllm_exl3.plan.sizes import GIB
 from vllm_exl3.plan.weights import Weights
 
 __all__ = ["EXPERT_PARAMETERS", "Placement", "place", "split_layers"]
 
-GIB = 1 << 30
 
 EXPERT_PARAMETERS = ("w13_trellis", "w13_suh", "w13_svh", "w2_trellis", "w2_suh", "w2_svh")
-"""What ``--cpu-offload-params`` names to move routed experts only; `serving.offload` has the same."""
+"""What ``--cpu-offload-params`` names to move routed experts only."""
 
 _PARTS = (2 / 3, 1 / 3)
 """Of a layer's expert bytes: gate and up are one parameter, down is another."""

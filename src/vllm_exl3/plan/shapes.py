@@ -9,7 +9,7 @@ from typing import Any
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.pack.stored import pad_to_block
 
-__all__ = ["ROW_LEAVES", "input_width", "number", "output_width"]
+__all__ = ["ROW_LEAVES", "expert_top_k", "head_dim", "input_width", "number", "output_width"]
 
 ATTENTION_OUTPUTS = ("o_proj", "out_proj", "wo", "o_b_proj", "dense")
 MLP_OUTPUTS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_fc2", "c_proj")
@@ -41,6 +41,25 @@ def number(config: Mapping[str, Any], *names: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return 0
+
+
+def head_dim(text: Mapping[str, Any]) -> int:
+    """Elements of an attention head: as given, or the hidden size divided by the heads; 0 if neither is given.
+
+    Args:
+        text: the part of config.json that describes the language model.
+    """
+    heads = number(text, "num_attention_heads")
+    return number(text, "head_dim") or (number(text, "hidden_size") // heads if heads else 0)
+
+
+def expert_top_k(config: Mapping[str, Any]) -> int:
+    """Experts that serve a token, or 0.
+
+    Args:
+        config: config.json.
+    """
+    return number(text_config(config), "num_experts_per_tok", "moe_topk", "num_experts_per_token", "top_k_experts")
 
 
 def input_width(leaf: str, stored: int, config: Mapping[str, Any]) -> int:
@@ -85,10 +104,8 @@ def _attention_widths(text: Mapping[str, Any]) -> list[int]:
 
 
 def _products(text: Mapping[str, Any]) -> Iterator[int]:
-    head_dim = number(text, "head_dim")
-    if not head_dim and (heads := number(text, "num_attention_heads")):
-        head_dim = number(text, "hidden_size") // heads
+    width = head_dim(text)
     for count in _HEAD_COUNTS:
-        yield number(text, count) * head_dim
+        yield number(text, count) * width
         yield from (number(text, count) * number(text, width) for width in _HEAD_WIDTHS)
     yield from (number(text, count) * number(text, width) for count, width in _PAIRS)

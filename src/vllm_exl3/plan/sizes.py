@@ -2,10 +2,12 @@
 
 import re
 
-__all__ = ["parse_gib", "parse_gibs"]
+__all__ = ["GIB", "MIB", "parse_gib", "parse_gibs"]
+
+MIB, GIB = 1 << 20, 1 << 30
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[gm]i?b?|ti?b?)", re.IGNORECASE)
-_UNITS = {"": 1 << 30, "g": 1 << 30, "m": 1 << 20, "t": 1 << 40}
+_UNITS = {"": GIB, "g": GIB, "m": MIB, "t": 1 << 40}
 
 
 def parse_gib(text: str) -> int:

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_exl3.pack.check_experts import declared_experts
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
+from vllm_exl3.pack.spelling import HEAD_NAMES
 from vllm_exl3.pack.stored import StoredLinear, StoredTensor
 from vllm_exl3.plan.layers import layer_count
 from vllm_exl3.plan.partition import block_split, covering_blocks
@@ -27,7 +29,6 @@ REPLICATED = frozenset(
 """Last name component of linears that every rank holds whole."""
 
 VOCABULARY = ("lm_head", "embed_tokens", "wte", "embed_in", "word_embeddings", "head", "embed")
-_HEADS = ("lm_head", "head", "embed_out", "output")
 _KEY_VALUE = ("k_proj", "v_proj", "k", "v")
 _TOWERS = ("visual", "vision", "audio")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
@@ -146,20 +147,24 @@ class _Share:
             each, first = width // heads, self.rank * heads // self.ranks * (width // heads)
         else:
             first = self.rank * each
-        return min(covering_blocks(first, min(each, max(width - first, 0)))[1], stored)
+        return _covering(first, each, width, stored)
 
     def rows(self, leaf: str, stored: int) -> int:
         """Stored input channels of this rank's part of a linear whose inputs are divided."""
         width = input_width(leaf, stored, self.config)
         each = -(-width // self.ranks)
-        first = self.rank * each
-        return min(covering_blocks(first, min(each, max(width - first, 0)))[1], stored)
+        return _covering(self.rank * each, each, width, stored)
 
     def has_expert(self, index: int, experts: int) -> bool:
         """Whether a whole expert is this rank's: contiguous shares, the first ones larger."""
         share, more = divmod(experts, self.ranks)
         start = self.rank * share + min(self.rank, more)
         return start <= index < start + share + (self.rank < more)
+
+
+def _covering(first: int, size: int, width: int, stored: int) -> int:
+    """Stored channels that cover ``size`` channels from ``first`` on, of ``width`` in ``stored`` ones."""
+    return min(covering_blocks(first, min(size, max(width - first, 0)))[1], stored)
 
 
 def _add_linear(found: Weights, share: _Share, key: str, linear: StoredLinear) -> None:
@@ -175,7 +180,7 @@ def _add_linear(found: Weights, share: _Share, key: str, linear: StoredLinear) -
             columns = share.columns(leaf, columns)
     nbytes = _piece_bytes(linear, rows, columns)
     weights = rows * columns
-    if leaf in _HEADS and _layer_of(key) is None:
+    if leaf in HEAD_NAMES and _layer_of(key) is None:
         found.head += nbytes
         found.head_weights += weights
         found.head_bits = linear.bits
@@ -198,7 +203,7 @@ def _add_expert(found: Weights, share: _Share, key: str, linear: StoredLinear) -
     leaf = key.rpartition(".")[2]
     if share.whole_experts and share.ranks > 1:
         index = int(key.partition(_EXPERT)[2].partition(".")[0])
-        if not share.has_expert(index, _expert_count(share.config)):
+        if not share.has_expert(index, max(declared_experts(share.config), 1)):
             return
     elif leaf in ROW_LEAVES:
         rows = block_split(rows, share.rank, share.ranks, where=key)[1]
@@ -207,11 +212,6 @@ def _add_expert(found: Weights, share: _Share, key: str, linear: StoredLinear) -
     layer.expert_bytes += _piece_bytes(linear, rows, columns)
     layer.expert_weights += rows * columns
     layer.experts += leaf in ROW_LEAVES
-
-
-def _expert_count(config: Mapping[str, Any]) -> int:
-    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    return number(text_config(config), *names) or 1
 
 
 def _piece_bytes(linear: StoredLinear, rows: int, columns: int) -> int:
@@ -236,9 +236,9 @@ def _add_dense(found: Weights, share: _Share, pack: Pack, skipper: Skipper) -> N
         module = key.rpartition(".")[2]
         size = _dense_bytes(share, module, tensor)
         layer = _layer(found, name)
-        if module in VOCABULARY and layer is None and module not in _HEADS:
+        if module in VOCABULARY and layer is None and module not in HEAD_NAMES:
             found.embedding += size
-        elif module in _HEADS and layer is None:
+        elif module in HEAD_NAMES and layer is None:
             found.head += size
             found.head_weights += size // 2
             found.head_bits = 16

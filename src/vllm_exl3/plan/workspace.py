@@ -1,19 +1,18 @@
 """GPU memory that a server takes besides weights and KV cache, term by term.
 
 Activations and logits follow from shapes; what the driver and CUDA graphs take is a stated allowance. All of it is an
-estimate: ``tests/gpu/test_plan.py`` holds it against what vLLM allocates.
+estimate: ``benchmarks/gpu_plan.py`` holds it against what vLLM allocates.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_exl3.pack.metadata import text_config
-from vllm_exl3.plan.shapes import number
+from vllm_exl3.plan.shapes import expert_top_k, head_dim, number
+from vllm_exl3.plan.sizes import GIB, MIB
 
 __all__ = ["batch_defaults", "max_length", "workspace"]
 
-MIB = 1 << 20
-GIB = 1 << 30
 
 BUFFERS = 64 * MIB
 """vLLM's input buffers and this package's counters; tests/gpu/test_memory.py holds them to it."""
@@ -56,18 +55,18 @@ def workspace(config: Mapping[str, Any], *, chunk: int, seqs: int, ranks: int, l
     hidden = number(text, "hidden_size")
     inner = -(-number(text, "intermediate_size", "moe_intermediate_size") // ranks)
     heads = number(text, "num_attention_heads")
-    head_dim = number(text, "head_dim") or (hidden // heads if heads else 0)
-    attention = heads * head_dim * 3 // ranks
+    width = head_dim(text)
+    attention = heads * width * 3 // ranks
     wide = max(3 * inner, attention)
     terms = {
         "activations": 2 * chunk * (3 * hidden + wide + max(hidden, inner)),
         "logits": _LOGIT_BYTES * min(seqs, chunk) * number(text, "vocab_size"),
-        "rotary tables": 2 * head_dim * length,
+        "rotary tables": 2 * width * length,
         "buffers": BUFFERS,
         "driver": DRIVER,
         "CUDA graphs": GRAPHS,
     }
-    if top_k := number(text, "num_experts_per_tok", "moe_topk", "num_experts_per_token", "top_k_experts"):
+    if top_k := expert_top_k(config):
         slots = min(chunk, _EXPERT_WINDOW) * top_k
         width = number(text, "moe_intermediate_size", "intermediate_size")
         terms["experts"] = 2 * slots * (2 * hidden + 3 * -(-width // ranks))

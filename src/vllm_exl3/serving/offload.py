@@ -13,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_exl3 import env
+from vllm_exl3.plan.placement import EXPERT_PARAMETERS
 
 __all__ = [
     "PARAMETERS",
@@ -24,7 +25,7 @@ __all__ = [
     "validate_exl3_moe_uva_layer",
 ]
 
-PARAMETERS = ("w13_trellis", "w13_suh", "w13_svh", "w2_trellis", "w2_suh", "w2_svh")
+PARAMETERS = EXPERT_PARAMETERS
 """The payloads of a layer's experts; markers and biases are too small to matter."""
 
 _MARKER = "_vllm_is_uva_offloaded"
