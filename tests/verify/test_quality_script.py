@@ -45,9 +45,9 @@ def test_permuted_channels_compute_the_same() -> None:
     shuffled = quality.permuted(model)
     assert any(not np.array_equal(shuffled[name], model.tensors[name]) for name in shuffled)
     ids = torch.arange(40).view(2, 20) * 7 % 96
-    states = [final_states(quality.Dense("", tensors), CONFIG, ids) for tensors in (model.tensors, shuffled)]
+    states = [final_states(quality.LoadedTensors("", tensors), CONFIG, ids) for tensors in (model.tensors, shuffled)]
     assert np.abs(compare(*states, ids).kl).max() < 1e-5
     coarse, size = quality.as_gguf(shuffled, "Q4_1")
-    kl = compare(states[0], final_states(quality.Dense("", coarse), CONFIG, ids), ids).kl.mean()
+    kl = compare(states[0], final_states(quality.LoadedTensors("", coarse), CONFIG, ids), ids).kl.mean()
     assert kl > 1e-4
     assert size < sum(weight.nbytes for weight in shuffled.values()) / 4

@@ -66,7 +66,6 @@ def compare_weights(
         The errors, the faults, and the linears for which the source has no tensor.
     """
     errors, findings, missing = [], [], []
-    names = set(source.names())
     for key, linear in pack.linears.items():
         original = find_weight(source, f"{key}.weight", lambda name: _rows(pack, name))
         if original is None:
@@ -82,7 +81,7 @@ def compare_weights(
         layer = LayerError(key, linear.bits, error, expected_error(linear.bits), original.size)
         errors.append(layer)
         if not error < _SLACK * layer.expected:
-            findings.append(_outlier(layer, values, original, _twins(pack, source, names, key, original)))
+            findings.append(_outlier(layer, values, original, _twins(pack, source, key, original)))
         progress(linear.in_features * linear.out_features)
     return errors, findings, missing
 
@@ -134,12 +133,10 @@ def _cosine(one: Floats, other: Floats) -> float:
     return float((one * other).sum()) / norms if norms else 0.0
 
 
-def _twins(
-    pack: Pack, source: DenseFolder, names: set[str], key: str, original: Floats
-) -> Iterator[tuple[str, Floats]]:
+def _twins(pack: Pack, source: DenseFolder, key: str, original: Floats) -> Iterator[tuple[str, Floats]]:
     """Other weights of the source with the same shape, first rows only."""
     for name in pack.linears:
-        if name != key and f"{name}.weight" in names:
+        if name != key and f"{name}.weight" in source.names():
             other = source.read(f"{name}.weight")
             if other.shape == original.shape:
                 yield name, other[:_SAMPLED_ROWS]

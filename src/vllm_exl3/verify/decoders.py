@@ -5,6 +5,7 @@ All of them are exact: a decoded weight is an entry of a table of 65,536 float16
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,9 @@ import torch
 from vllm_exl3.ops import backends, trellis
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack import Codebook, codec
+from vllm_exl3.pack.stored import TILE
 
-__all__ = ["CPU_ISAS", "Decoder", "decoders"]
+__all__ = ["CPU_ISAS", "Decoder", "decoders", "dequantized"]
 
 Halves = npt.NDArray[np.float16]
 Decoder = Callable[[npt.NDArray[np.int16], int, Codebook], Halves]
@@ -61,14 +63,45 @@ def _reference(device: str) -> Decoder:
 
 def _native(backend: backends.Backend, device: str) -> Decoder:
     def decode(words: npt.NDArray[np.int16], half_bits: int, codebook: Codebook) -> Halves:
-        rows, columns = words.shape[0] * 16, words.shape[1] * 16
-        shards = tuple(pack_shards([Shard(half_bits, int(codebook), rows, columns, 0, columns)]))
-        flat = torch.from_numpy(np.array(words).reshape(-1)).to(device)
-        ones = [torch.ones(size, dtype=torch.float16, device=device) for size in (rows, columns)]
-        values = backend.function(flat, *ones, shards, rotated=True, dtype=torch.float16)
-        return np.asarray(values.cpu().numpy(), np.float16)
+        ones = [np.ones(tiles * TILE, np.float16) for tiles in words.shape[:2]]
+        values = dequantized(
+            backend.function, words, half_bits, codebook, *ones, rotated=True, dtype=torch.float16, device=device
+        )
+        return np.asarray(values, np.float16)
 
     return decode
+
+
+def dequantized(
+    function: Callable[..., torch.Tensor],
+    words: npt.NDArray[np.int16],
+    half_bits: int,
+    codebook: Codebook,
+    suh: Halves,
+    svh: Halves,
+    *,
+    rotated: bool,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> npt.NDArray[Any]:
+    """The weight ``[in, out]`` of one linear, by a backend of the op ``dequantize``.
+
+    Args:
+        function: the backend's, such as `vllm_exl3.cpu.backend.dequantize`.
+        words: the trellis ``[in/16, out/16, 16·K]``.
+        half_bits: 2·K.
+        codebook: its codebook.
+        suh: ``[in]``.
+        svh: ``[out]``.
+        rotated: the decoded trellis itself, rather than the matrix that multiplies the layer's input.
+        dtype: of the result.
+        device: where the function works.
+    """
+    rows, columns = (tiles * TILE for tiles in words.shape[:2])
+    shards = tuple(pack_shards([Shard(half_bits, int(codebook), rows, columns, 0, columns)]))
+    # Copies: arrays of files cannot be written to, which torch warns of.
+    flat = [torch.from_numpy(np.array(part).reshape(-1)).to(device) for part in (words, suh, svh)]
+    return np.asarray(function(*flat, shards, rotated=rotated, dtype=dtype).cpu().numpy())
 
 
 def _usable_isas() -> list[str]:

@@ -1,6 +1,6 @@
 """The weights of a quantized folder (AWQ, GPTQ) that transformers can load, dequantized by running its linears."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,11 @@ class LoadedWeights:
             for name, module in self._model.named_modules()
             if hasattr(module, "qweight") or hasattr(module, "weight_packed")
         }
+        self._names = self._quantized.keys() | self._plain.keys()
 
-    def names(self) -> Sequence[str]:
+    def names(self) -> Collection[str]:
         """See `vllm_exl3.verify.weights.Weights`."""
-        return [*self._quantized, *self._plain]
+        return self._names
 
     def read(self, name: str) -> Floats:
         """See `vllm_exl3.verify.weights.Weights`."""

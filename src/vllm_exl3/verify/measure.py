@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_exl3.pack import Exl3PackError, Pack
+from vllm_exl3.pack.skip import main_layers
 from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.judge import Divergence, FinalStates, compare, final_states
 from vllm_exl3.verify.weights import DenseFolder, PackWeights, Weights
@@ -94,7 +95,7 @@ def measure(
 
 
 def _states(weights: Weights, config: Any, ids: torch.Tensor, display: Display) -> FinalStates:
-    layers = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers", 1)
+    layers = main_layers(config) or 1
     with display.progress(f"running {Path(weights.label).name}", layers, "layers") as advance:
         return final_states(weights, config, ids, advance)
 
@@ -102,9 +103,9 @@ def _states(weights: Weights, config: Any, ids: torch.Tensor, display: Display) 
 def _open_other(label: str, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
     path = Path(label).expanduser()
     if path.suffix == ".gguf":
-        from vllm_exl3.verify.gguf_weights import GgufWeights
+        from vllm_exl3.verify.gguf_weights import gguf_weights
 
-        return GgufWeights(path), config
+        return gguf_weights(path), config
     own = _config(path)
     if own is None:
         raise _refused("no config.json", "an EXL3 pack, a GGUF file or a model's folder", label, "Check the path.")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.pack import Pack
+from vllm_exl3.pack.check import find_faults
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.plan.shapes import number
-from vllm_exl3.plan.survey import survey
 from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.finding import Finding
 from vllm_exl3.verify.tensors import scan_tensors
@@ -155,8 +155,7 @@ def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str
     Returns:
         The faults, and the figures of the pass for the report.
     """
-    faults = survey(pack)["faults"]
-    findings = [Finding("headers", fault["where"], fault["found"], fault["expected"]) for fault in faults]
+    findings = [Finding("headers", fault.where, fault.found, fault.expected) for fault in find_faults(pack)]
     with display.progress("reading tensors", pack.nbytes, "GB", 1e9) as advance:
         scan = scan_tensors(pack, advance)
     rate = scan.nbytes / max(scan.seconds, 1e-9) / 1e9

@@ -4,7 +4,7 @@ A name that is not stored as it is may be part of a fused tensor, or the fusion 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from vllm_exl3.pack.headers import read_header
 from vllm_exl3.pack.source import LocalFolder
 from vllm_exl3.pack.spelling import is_head_name
 
-__all__ = ["DenseFolder", "PackWeights", "Weights", "decoded", "find_weight"]
+__all__ = ["DenseFolder", "LoadedTensors", "PackWeights", "Weights", "decoded", "find_weight"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -40,8 +40,8 @@ class Weights(Protocol):
 
     label: str
 
-    def names(self) -> Sequence[str]:
-        """The names of all stored tensors, such as ``model.layers.0.mlp.up_proj.weight``."""
+    def names(self) -> Collection[str]:
+        """The names of all stored tensors, such as ``model.layers.0.mlp.up_proj.weight``, to be looked up in."""
 
     def read(self, name: str) -> Floats:
         """One tensor as float32; a linear's as ``[out, in]``, where it may be padded with zeros."""
@@ -73,9 +73,9 @@ class DenseFolder:
             read = lambda start, length, name=name: files.read(name, start, length)  # noqa: E731
             self._tensors.update(read_header(name, files.size(name), read).tensors)
 
-    def names(self) -> Sequence[str]:
+    def names(self) -> Collection[str]:
         """See `Weights`."""
-        return list(self._tensors)
+        return self._tensors.keys()
 
     def read(self, name: str) -> Floats:
         """See `Weights`.
@@ -98,6 +98,26 @@ class DenseFolder:
         return np.asarray(values, np.float32).reshape(tensor.shape)
 
 
+class LoadedTensors:
+    """A model whose weights are in memory.
+
+    Args:
+        label: what messages call it.
+        tensors: its weights by name, linears' as ``[out, in]``.
+    """
+
+    def __init__(self, label: str, tensors: Mapping[str, Floats]) -> None:
+        self.label, self.tensors = label, tensors
+
+    def names(self) -> Collection[str]:
+        """See `Weights`."""
+        return self.tensors.keys()
+
+    def read(self, name: str) -> Floats:
+        """See `Weights`."""
+        return self.tensors[name]
+
+
 class PackWeights:
     """An EXL3 pack, its linears decoded when they are read."""
 
@@ -105,10 +125,11 @@ class PackWeights:
         self.label, self.pack = pack.source, pack
         self._linears = {f"{key}.weight": linear for key, linear in pack.linears.items()}
         self._tables = {f"{key}.weight": table for key, table in pack.embeddings.items()}
+        self._names = {*self._linears, *self._tables, *pack.tensors}
 
-    def names(self) -> Sequence[str]:
+    def names(self) -> Collection[str]:
         """See `Weights`."""
-        return [*self._linears, *self._tables, *self.pack.tensors]
+        return self._names
 
     def read(self, name: str) -> Floats:
         """See `Weights`.
@@ -143,17 +164,16 @@ def decoded(pack: Pack, linear: StoredLinear) -> Floats:
 
         from vllm_exl3.cpu.library import unavailable
     except ImportError:
-        return dense_weight(trellis, linear.half_bits, linear.codebook, suh, svh).astype(np.float32)
-    if unavailable() is not None:
+        native = False
+    else:
+        native = unavailable() is None
+    if not native:
         return dense_weight(trellis, linear.half_bits, linear.codebook, suh, svh).astype(np.float32)
     from vllm_exl3.cpu.backend import dequantize
-    from vllm_exl3.ops.shards import Shard, pack_shards
+    from vllm_exl3.verify.decoders import dequantized
 
-    widths = linear.in_features, linear.out_features
-    shards = pack_shards([Shard(linear.half_bits, linear.codebook, *widths, 0, linear.out_features)])
-    words, *vectors = (torch.from_numpy(np.array(part).reshape(-1)) for part in (trellis, suh, svh))
-    values = dequantize(words, vectors[0], vectors[1], tuple(shards), rotated=False, dtype=torch.float32)
-    return np.asarray(values.numpy(), np.float32)
+    layer = trellis, linear.half_bits, linear.codebook, suh, svh
+    return np.asarray(dequantized(dequantize, *layer, rotated=False, dtype=torch.float32), np.float32)
 
 
 def find_weight(weights: Weights, name: str, sizes: Callable[[str], int | None]) -> Floats | None:
@@ -167,14 +187,14 @@ def find_weight(weights: Weights, name: str, sizes: Callable[[str], int | None])
     Returns:
         The tensor as float32, or None when nothing stored fits the name.
     """
-    known = set(weights.names())
+    known = weights.names()
     for mine, theirs in _SPELLINGS:
         if mine in name and (found := _find(weights, known, name.replace(mine, theirs), sizes)) is not None:
             return found
     return _find(weights, known, name, sizes)
 
 
-def _find(weights: Weights, known: set[str], name: str, sizes: Callable[[str], int | None]) -> Floats | None:
+def _find(weights: Weights, known: Collection[str], name: str, sizes: Callable[[str], int | None]) -> Floats | None:
     if name in known:
         return weights.read(name)
     if name.endswith(".weight") and is_head_name(name.removesuffix(".weight")):
@@ -196,7 +216,7 @@ def _cropped(weight: Floats, rows: int | None) -> Floats:
 
 
 def _part_of_fused(
-    weights: Weights, known: set[str], parent: str, leaf: str, sizes: Callable[[str], int | None]
+    weights: Weights, known: Collection[str], parent: str, leaf: str, sizes: Callable[[str], int | None]
 ) -> Floats | None:
     for fused, parts in _FUSED.items():
         if leaf in parts and f"{parent}.{fused}.weight" in known:
@@ -216,7 +236,7 @@ def _part_of_fused(
     return None
 
 
-def _stacked_experts(weights: Weights, known: set[str], mlp: str, leaf: str) -> Floats | None:
+def _stacked_experts(weights: Weights, known: Collection[str], mlp: str, leaf: str) -> Floats | None:
     experts = list(_expert_numbers(known, mlp))
     for roles in _ROLES[leaf]:
         if experts and f"{mlp}.experts.{experts[0]}.{roles[0]}.weight" in known:
@@ -229,6 +249,6 @@ def _stacked_experts(weights: Weights, known: set[str], mlp: str, leaf: str) -> 
     return None
 
 
-def _expert_numbers(known: set[str], mlp: str) -> Iterator[Any]:
+def _expert_numbers(known: Collection[str], mlp: str) -> Iterator[Any]:
     pattern = re.compile(re.escape(mlp) + r"\.experts\.(\d+)\.")
     yield from sorted({int(match[1]) for name in known if (match := pattern.match(name))})
