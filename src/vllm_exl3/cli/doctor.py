@@ -8,7 +8,6 @@ import typer
 
 from vllm_exl3 import __version__
 from vllm_exl3.cli.doctor_checkout import check_checkout, checkout
-from vllm_exl3.cli.doctor_gpu import check_compile_caches, check_gpu_memory, check_tested
 from vllm_exl3.cli.doctor_machine import check_compiler, check_flashinfer, check_folders, check_processors
 from vllm_exl3.cli.redaction import redacted
 from vllm_exl3.env_variable import VariableError
@@ -71,7 +70,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
 
     if torch.version.cuda is None:
         yield "processors", check_processors
-        yield "compiled graphs", check_compile_caches
+        yield "compiled graphs", _compiled_graphs
         yield "CPU, every K and codebook against the reference", _cpu
         yield "CPU, embeddings and n-gram rows against the reference", lambda: _rows("cpu")
         yield "CPU, experts against the reference", lambda: _experts("cpu")
@@ -82,10 +81,10 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "C compiler and Python.h (Triton, FlashInfer)", check_compiler
     yield "FlashInfer", check_flashinfer
     yield "folders for compiled kernels", check_folders
-    yield "compiled graphs", check_compile_caches
+    yield "compiled graphs", _compiled_graphs
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        yield f"cuda:{index} memory", lambda index=index: check_gpu_memory(index)
-        yield f"cuda:{index} tests", lambda index=index: check_tested(torch.cuda.get_device_name(index))
+        yield f"cuda:{index} memory", lambda index=index: _gpu_memory(index)
+        yield f"cuda:{index} tests", lambda index=index: _tested(index)
         yield f"cuda:{index} every K and codebook against the reference", lambda index=index: _kernels(index)
         yield f"cuda:{index} embeddings and n-gram rows", lambda index=index: _on_gpu(index, _rows)
         yield f"cuda:{index} experts", lambda index=index: _on_gpu(index, _experts)
@@ -143,6 +142,26 @@ def _cache() -> str:
     if (reason := cache.refusal()) is not None:
         raise RuntimeError(reason)
     return f"{cache.folder}, {sum(1 for _ in cache.folder.glob('*.cubin'))} kernels"
+
+
+def _compiled_graphs() -> str:
+    from vllm_exl3.serving.machine import check_compile_caches
+
+    return check_compile_caches()
+
+
+def _gpu_memory(index: int) -> str:
+    from vllm_exl3.serving.machine import check_gpu_memory
+
+    return check_gpu_memory(index)
+
+
+def _tested(index: int) -> str:
+    import torch
+
+    from vllm_exl3.cuda.tested import tested_on
+
+    return tested_on(torch.cuda.get_device_name(index))
 
 
 def _cpu() -> str:

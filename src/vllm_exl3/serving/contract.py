@@ -68,6 +68,8 @@ _SHRINK = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "
 
 TOUCHED = (
     Touched("vllm.plugins:load_general_plugins", "being called in every process"),
+    Touched("vllm.third_party.pynvml:nvmlDeviceGetComputeRunningProcesses", "naming who holds a GPU's memory (doctor)"),
+    Touched("vllm.envs:VLLM_CACHE_ROOT", "finding compiled graphs of earlier versions (doctor)"),
     *(
         Touched(f"vllm.lora.{where}:bgmv_shrink", "keeping adapters off tokens of the base model, on CPUs", _SHRINK)
         for where in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")

@@ -1,37 +1,27 @@
-"""What `vllm-exl3 doctor` says of GPUs beside their kernels: who uses their memory, and what was tested on them."""
+"""The state of a machine as vLLM sees it, for `vllm-exl3 doctor`: users of GPU memory, and old compiled graphs."""
 
 import os
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
+from vllm.third_party import pynvml
+
 from vllm_exl3.pack.wording import counted, format_bytes
 
-__all__ = ["check_compile_caches", "check_gpu_memory", "check_tested"]
+__all__ = ["check_compile_caches", "check_gpu_memory"]
 
 _MOST_NAMED = 4
 """Processes that a line names."""
 
 
-def check_tested(name: str) -> str:
-    """A sentence about whether the kernels of this build were tested on a GPU model.
-
-    Args:
-        name: as CUDA gives it.
-    """
-    from vllm_exl3.cuda.tested import tested_on
-
-    return tested_on(name)
-
-
-def check_gpu_memory(index: int, nvml: Any = None) -> str:
+def check_gpu_memory(index: int, nvml: Any = pynvml) -> str:
     """Who holds memory of a GPU: a process that an earlier server left there is why the next one does not start.
 
     Args:
         index: the CUDA device, as this process numbers them.
         nvml: NVML's Python binding; by default the one that vLLM brings.
     """
-    if nvml is None:
-        from vllm.third_party import pynvml as nvml
     try:
         nvml.nvmlInit()
         handle = _handle(nvml, index)
@@ -78,7 +68,7 @@ def check_compile_caches(package: Path | None = None, caches: Path | None = None
         caches: vLLM's folder of compiled graphs.
     """
     package = package or Path(__file__).parents[1]
-    caches = caches or _vllm_cache() / "torch_compile_cache"
+    caches = caches or Path(envs.VLLM_CACHE_ROOT) / "torch_compile_cache"
     installed = package.joinpath("__init__.py").stat().st_mtime
     entries = [entry for entry in caches.iterdir() if entry.is_dir()] if caches.is_dir() else []
     stale = [entry for entry in entries if entry.stat().st_mtime < installed]
@@ -89,8 +79,3 @@ def check_compile_caches(package: Path | None = None, caches: Path | None = None
         f"{len(stale)} of {counted(len(entries), 'compiled graph')} from before this installation "
         f"({format_bytes(size)} in {caches}): they may be deleted"
     )
-
-
-def _vllm_cache() -> Path:
-    root = os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm"
-    return Path(root).expanduser()
