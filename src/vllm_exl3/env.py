@@ -196,13 +196,14 @@ REQUIRE_UVA_EXPERTS = Variable(
     "(docs/offload.md).",
 )
 
+_X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_words", "avx512_fp16", "amx")
+CPU_ISAS = ("scalar", "neon", *_X86)
+"""Every instruction set that the CPU library has kernels for, a later one above those before it."""
+
 CPU_ISA = Variable(
     "VLLM_EXL3_CPU_ISA",
     "auto",
-    choice(
-        *("auto", "scalar", "neon", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_words"),
-        *("avx512_fp16", "amx"),
-    ),
+    choice("auto", *CPU_ISAS),
     "Which instruction set the CPU kernels use. auto: the fastest that the CPU supports. A lower one, for tests and "
     "comparison: scalar; on x86 avx2, avx2_vnni (AVX-VNNI), avx512, avx512_vnni, avx512_vbmi (what auto takes on AMD), "
     "avx512_words (the same instructions, arithmetic in words), avx512_fp16 or amx; on aarch64 neon. One that the CPU "

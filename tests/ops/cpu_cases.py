@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_exl3.cpu.library import library, unavailable
+from vllm_exl3.env import CPU_ISAS
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack import codec
 from vllm_exl3.pack.stored import Codebook
@@ -21,9 +22,7 @@ def instruction_sets() -> list[str]:
     """Those that this CPU runs, the best first; none without the library."""
     if unavailable() is not None:
         return []
-    words = ("amx", "avx512_fp16", "avx512_words")
-    names = (*words, "avx512_vbmi", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon", "scalar")
-    usable = [name for name in names if library().exl3_select_isa(name.encode()) == 0]
+    usable = [name for name in reversed(CPU_ISAS) if library().exl3_select_isa(name.encode()) == 0]
     library().exl3_select_isa(b"auto")
     return usable
 

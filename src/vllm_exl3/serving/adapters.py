@@ -15,6 +15,7 @@ __all__ = ["install_adapter_mask", "without_adapters"]
 Shrink = Callable[..., None]
 
 
+@functools.cache
 def install_adapter_mask() -> None:
     """Let vLLM's CPU kernels for adapters leave tokens of the base model alone; once per process."""
     if not current_platform.is_cpu():
@@ -23,8 +24,7 @@ def install_adapter_mask() -> None:
     from vllm.lora.punica_wrapper import punica_cpu
 
     for module in (lora_ops, punica_cpu):  # kernels for prompts call the first, those for single tokens the second
-        if not hasattr(module.bgmv_shrink, "__wrapped__"):
-            module.bgmv_shrink = without_adapters(module.bgmv_shrink)
+        module.bgmv_shrink = without_adapters(module.bgmv_shrink)
 
 
 def without_adapters(shrink: Shrink) -> Shrink:

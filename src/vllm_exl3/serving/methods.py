@@ -24,20 +24,25 @@ __all__ = ["experts_method", "linear_method", "why_dense"]
 _DECLARED = "in the format that non_routed_quantization declares"
 
 
+def _needs_a_matrix(config: "Exl3Config", prefix: str) -> bool:
+    """True where code of vLLM or transformers reads the layer's ``weight`` past its method."""
+    current = get_current_vllm_config_or_none()
+    return wants_a_matrix(config.pack.config, prefix) or reads_matrix(current, prefix)
+
+
 def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> QuantizeMethodBase:
     """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
     resolution = config.names().resolve(prefix)
     parts = resolution.parts if resolution is not None else ()
-    plain = wants_a_matrix(config.pack.config, prefix) or reads_matrix(get_current_vllm_config_or_none(), prefix)
-    if any(part.slices for part in parts) or (parts and plain):
+    if any(part.slices for part in parts) or (parts and _needs_a_matrix(config, prefix)):
         return UnquantizedLinearMethod()  # which `DecodedModules` finds once the model is built
     config.claimed.update(part.key for part in parts)
     if any(part.linear is not None for part in parts):
         return Exl3LinearMethod(config, prefix, parts)
     keys = [part.key for part in parts]
-    said = says_plain(config.pack, [(part.key, part.dense) for part in parts])
+    plain = says_plain(config.pack, [(part.key, part.dense) for part in parts])
     source = config.source_format()
-    method = source.linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping, said)
+    method = source.linear(layer, prefix, keys, config.mappers, config.packed_modules_mapping, plain)
     if type(method) is UnquantizedLinearMethod:
         watched(method, prefix)
     config.report.add_dense(prefix, why_dense(method, parts))

@@ -11,20 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_exl3.env import CPU_ISAS
 from vllm_exl3.ops import backends, trellis
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack import Codebook, codec
 from vllm_exl3.pack.stored import TILE
 
-__all__ = ["CPU_ISAS", "Decoder", "decoders", "dequantized"]
+__all__ = ["Decoder", "decoders", "dequantized"]
 
 Halves = npt.NDArray[np.float16]
 Decoder = Callable[[npt.NDArray[np.int16], int, Codebook], Halves]
 """Takes a trellis int16 ``[in/16, out/16, 16·K]``, 2·K and the codebook; returns float16 ``[in, out]``, rotated."""
-
-_X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_vbmi", "avx512_words", "avx512_fp16", "amx")
-CPU_ISAS = ("scalar", "neon", *_X86)
-"""Every instruction set of the CPU library."""
 
 
 def decoders() -> tuple[dict[str, Decoder], dict[str, str]]:
