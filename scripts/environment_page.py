@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from pathlib import Path
+
+from generated import ROOT, write_or_check
 
 from vllm_exl3 import env
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "environment.md"
+PAGE = ROOT / "docs" / "environment.md"
 
 HEAD = """# Environment variables
 
@@ -44,12 +45,7 @@ def main() -> int:
     """Write the page, or with ``--check`` compare."""
     parser = argparse.ArgumentParser(description="Write docs/environment.md from src/vllm_exl3/env.py.")
     parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    if parser.parse_args().check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print(f"{PAGE.name} is {'current' if current else 'out of date: run `make docs`'}")
-        return 0 if current else 1
-    PAGE.write_text(page(), encoding="utf-8")
-    return 0
+    return write_or_check({PAGE: page()}, check=parser.parse_args().check)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import importlib.metadata
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from generated import ROOT, write_or_check
+
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "families" / "results.json"
 
@@ -143,13 +143,7 @@ def main() -> int:
         note_releases()
     if arguments.run is not None:
         run(arguments.run)
-    text = page(recorded())
-    if arguments.check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        print(f"{PAGE.name} is {'current' if current else 'out of date: run python scripts/models_page.py'}")
-        return 0 if current else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check({PAGE: page(recorded())}, check=arguments.check)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from generated import ROOT, write_or_check
+
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.wording import byte_size
 from vllm_exl3.plan.advice import shell
@@ -23,7 +25,6 @@ from vllm_exl3.plan.layers import cache_layers
 from vllm_exl3.plan.serving_plan import Plan, Wish, make_plan
 from vllm_exl3.tools.random_pack import write_random_pack
 
-ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
 _LLAMA = {"head_dim": 128, "kv_heads": 8, "vocab": 128256}
@@ -190,19 +191,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the planned parts of docs/recipes.md and docs/memory.md.")
     parser.add_argument("--check", action="store_true", help="only say whether they are current")
     check = parser.parse_args().check
-    status = 0
+    paths = [ROOT / "docs" / name for name in PAGES]
     with tempfile.TemporaryDirectory() as temporary:
         packs = Packs(Path(temporary))
-        for name in PAGES:
-            path = ROOT / "docs" / name
-            before = path.read_text(encoding="utf-8")
-            after = filled(before, packs)
-            if check and before != after:
-                print(f"{name} is out of date: run `make docs`")
-                status = 1
-            elif not check:
-                path.write_text(after, encoding="utf-8")
-    return status
+        made = {path: filled(path.read_text(encoding="utf-8"), packs) for path in paths}
+    return write_or_check(made, check=check)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from generated import ROOT, write_or_check
+
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "src" / "vllm_exl3" / "plan" / "rates.json"
 
@@ -138,14 +138,7 @@ def main() -> int:
     """Write the file, or with ``--check`` compare it."""
     parser = argparse.ArgumentParser(description="Write the measured rates that vllm-exl3 plan scales.")
     parser.add_argument("--check", action="store_true", help="only say whether the file is current")
-    check = parser.parse_args().check
-    text = json.dumps(rates(), indent=1) + "\n"
-    if check:
-        current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == text
-        print(f"{TARGET.relative_to(ROOT)} is {'current' if current else 'out of date: python scripts/plan_rates.py'}")
-        return 0 if current else 1
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check({TARGET: json.dumps(rates(), indent=1) + "\n"}, check=parser.parse_args().check)
 
 
 if __name__ == "__main__":

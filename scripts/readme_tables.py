@@ -8,16 +8,15 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from cpu_tables import SETS, cpu_tables, one_token_line
+from generated import ROOT, write_or_check
 from gpu_tests_table import gpu_tests
 from kv_tables import kv_tables
 from linear_tables import linear_tables, marlin_times, wrapped
 from serve_tables import KINDS, serve_tables
 
-ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672))
 TOKENS = (1, 8, 128)
@@ -231,14 +230,8 @@ def main() -> int:
     """Write the parts, or with ``--check`` compare."""
     parser = argparse.ArgumentParser(description=f"Write the measured parts of {', '.join(PAGES)}.")
     parser.add_argument("--check", action="store_true", help="only say whether they are current")
-    only_check = parser.parse_args().check
-    stale = [name for name in PAGES if page(name) != (ROOT / name).read_text(encoding="utf-8")]
-    if only_check:
-        print(f"out of date: {', '.join(stale)}: run `make docs`" if stale else "the measured parts are current")
-        return bool(stale)
-    for name in stale:
-        (ROOT / name).write_text(page(name), encoding="utf-8")
-    return 0
+    check = parser.parse_args().check
+    return write_or_check({ROOT / name: page(name) for name in PAGES}, check=check)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import argparse
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from generated import ROOT, write_or_check
+
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 STATE = ROOT / ".cache" / "fuzz"
@@ -171,7 +171,7 @@ def _load(rows: list[dict[str, Any]]) -> str:
     return text + "".join(f"\nOf the run: {note}.\n" for note in dict.fromkeys(notes))
 
 
-def main() -> int | str:
+def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description="Write docs/reliability.md.")
     parser.add_argument("--record", action="store_true", help="first take over what .cache/fuzz has counted")
@@ -181,11 +181,7 @@ def main() -> int | str:
     arguments = parser.parse_args()
     if arguments.record:
         _record()
-    text = page()
-    if arguments.check:
-        return 0 if PAGE.read_text(encoding="utf-8") == text else f"{PAGE} is not current: run make docs"
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check({PAGE: page()}, check=arguments.check)
 
 
 if __name__ == "__main__":
