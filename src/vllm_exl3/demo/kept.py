@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_exl3.pack.stored import Codebook
+from vllm_exl3.tools.whole_file import whole_file
 
 __all__ = ["KeptLinear", "KeptLinears"]
 
@@ -71,9 +72,8 @@ class KeptLinears:
         self.folder.mkdir(parents=True, exist_ok=True)
         data = b"".join(np.ascontiguousarray(encoded[leaf]).tobytes() for leaf in _DTYPES)
         shapes = {leaf: encoded[leaf].shape for leaf in _DTYPES}
-        partial = self._file(key).with_suffix(".partial")
-        partial.write_bytes(json.dumps(_facts(weight, half_bits, codebook, shapes, data)).encode() + b"\n" + data)
-        partial.replace(self._file(key))
+        with whole_file(self._file(key)) as partial:
+            partial.write_bytes(json.dumps(_facts(weight, half_bits, codebook, shapes, data)).encode() + b"\n" + data)
 
     def discard(self) -> None:
         """Remove the folder: the pack is complete."""

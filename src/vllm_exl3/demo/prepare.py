@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from vllm_exl3.demo.smollm2 import DenseModel, read_gguf
 from vllm_exl3.demo.source import GGUF_SHA256, find_source, verify_source
 from vllm_exl3.demo.tokenizer import tokenizer_files
 from vllm_exl3.tools.pack_writer import WRITER
+from vllm_exl3.tools.whole_file import whole_file
 
 __all__ = ["Workshop"]
 
@@ -74,9 +74,8 @@ class Workshop:
         path = self.cache / f"reference-{_key({'source': GGUF_SHA256, 'text': text})}.npy"
         if not path.exists():
             self.display.say("reference", "evaluating the 16-bit model with transformers")
-            partial = path.with_suffix(f".{os.getpid()}.npy")
-            np.save(partial, dense_log_probabilities(self.model, ids))
-            partial.replace(path)
+            with whole_file(path) as partial:
+                np.save(partial, dense_log_probabilities(self.model, ids))
         return np.asarray(np.load(path), np.float32)
 
     def _quantize(self, folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from vllm_exl3.pack import Exl3PackError
+from vllm_exl3.tools.whole_file import whole_file
 from vllm_exl3.verify.run import write_json, write_text
 
 __all__ = ["write_card"]
@@ -42,12 +43,8 @@ def write_card(folder: Path, report: Mapping[str, Any], divergences: Mapping[str
 
 
 def _save(figure: Any, path: Path) -> None:
-    partial = path.with_name(f".{path.name}")
-    try:
+    with whole_file(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _histogram(make: Any, divergences: Mapping[str, Any]) -> Any:

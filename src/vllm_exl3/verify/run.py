@@ -10,6 +10,7 @@ from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import find_faults
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.plan.shapes import number
+from vllm_exl3.tools.whole_file import whole_file
 from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.finding import Finding
 from vllm_exl3.verify.tensors import scan_tensors
@@ -168,12 +169,8 @@ def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that is complete or absent, whenever the process is interrupted."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
