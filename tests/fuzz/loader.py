@@ -9,7 +9,6 @@ exit status 1, as does a process that died.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -62,9 +61,7 @@ def damaged(files: Files, number: int) -> tuple[str, Files]:
 
 
 def reported_by_verify(folder: Path) -> bool:
-    """Whether `vllm-exl3 verify` finds fault with a pack; False where this version has no such command."""
-    if importlib.util.find_spec("vllm_exl3.cli.verify") is None:
-        return False
+    """Whether `vllm-exl3 verify` finds fault with a pack."""
     command = [sys.executable, "-m", "vllm_exl3", "verify", str(folder)]
     return subprocess.run(command, capture_output=True, check=False).returncode != 0
 

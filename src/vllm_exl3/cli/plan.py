@@ -1,8 +1,11 @@
 """``vllm-exl3 plan``: what serving a pack on given GPUs takes, how fast it may be, and the command. Headers only."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from vllm_exl3.pack.pack import Pack
 
 __all__ = ["plan"]
 
@@ -82,16 +85,14 @@ def plan(
         raise typer.Exit(1)
 
 
-def _print_cpu(pack: object, host: int, threads: int | None, length: int | None, as_json: bool) -> None:
+def _print_cpu(pack: "Pack", host: int, threads: int | None, length: int | None, as_json: bool) -> None:
     """The same for a CPU."""
     import json
     from dataclasses import asdict
 
     from vllm_exl3.cli.plan_text import print_cpu_plan
-    from vllm_exl3.pack.pack import Pack
     from vllm_exl3.plan.cpu_plan import make_cpu_plan
 
-    assert isinstance(pack, Pack)
     made = make_cpu_plan(pack, host, threads=threads, length=length)
     if as_json:
         command = made.command(pack.source) if made.fits else None

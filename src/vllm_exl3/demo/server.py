@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
@@ -16,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from vllm_exl3.tools.logs import exceptions_in
+
 __all__ = ["Server", "ServerError", "choose_port", "signals_as_exit", "vllm_command"]
 
 _HOST = "127.0.0.1"
-
-_EXCEPTION = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
 
 PATIENCE = (4.0, 2.0, 10.0)
 """Seconds to wait after asking the first process to end, after asking all, and after killing them."""
@@ -165,7 +164,7 @@ class Server:
     def last_words(self, lines: int = 12) -> str:
         """What an error message quotes of the log: the exceptions in it, first one first, and how it ends."""
         text = self.log_text()
-        raised = list(dict.fromkeys(match.group() for match in _EXCEPTION.finditer(text)))[:5]
+        raised = exceptions_in(text)[:5]
         return "\n".join([f"From {self.log}:", *(f"  {line}" for line in raised), "  ...", *text.splitlines()[-lines:]])
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.metadata import text_configs
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import MAIN_LAYER, Skipper, main_layers
+from vllm_exl3.pack.spelling import TOWER
 
 __all__ = ["layer_faults", "layer_warnings"]
 
@@ -23,7 +24,7 @@ _KINDS = ("layer_types", "mlp_layer_types")
 """Lists of config.json by which layers of one model differ."""
 
 _NORM = re.compile(r"(^|[._])(\w*norm\w*|ln(_\w+)?)$")
-_TOWERS = re.compile(r"(^|\.)(\w*(visual|vision|audio|image|projector|connector)\w*|mtp)\.")
+_TOWERS = re.compile(rf"(^|\.)({TOWER}|mtp)\.")
 _FEWEST = 3
 """Layers of one kind from which on a difference in a single one is none of design."""
 

@@ -10,6 +10,7 @@ __all__ = [
     "EMBEDDING_NAMES",
     "HEAD_NAMES",
     "SPLITS",
+    "TOWER",
     "canonical",
     "is_embedding_name",
     "is_head_name",
@@ -20,6 +21,9 @@ __all__ = [
 
 WRAPPERS = frozenset({"model", "language_model", "text_model", "transformer", "thinker", "base_model"})
 """Leading components that only say which wrapper class holds the text model."""
+
+TOWER = r"\w*(?:visual|vision|audio|image|projector|connector)\w*"
+"""A component of the names of what turns images or sound into embeddings, as a regular expression."""
 
 EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings", "embed")
 HEAD_NAMES = ("lm_head", "embed_out", "output", "head")

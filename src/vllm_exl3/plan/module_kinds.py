@@ -9,14 +9,14 @@ from vllm_exl3.pack.assemble import RING_GROUP, RING_NGRAM
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.skip import Skipper
-from vllm_exl3.pack.spelling import is_embedding_name, is_head_name
+from vllm_exl3.pack.spelling import TOWER, is_embedding_name, is_head_name
 from vllm_exl3.pack.stored import StoredScaledTable
 from vllm_exl3.plan.shapes import number
 
 __all__ = ["ModuleKind", "module_kinds"]
 
 _KINDS = (
-    ("vision and audio", re.compile(r"(^|\.)(\w*(visual|vision|audio|image|projector|connector)\w*)(\.|$)")),
+    ("vision and audio", re.compile(rf"(^|\.){TOWER}(\.|$)")),
     ("routed experts", re.compile(r"\.experts(\.|$)")),
     ("routers", re.compile(r"\.(gate|router|shared_expert_gate)$")),
     ("shared experts", re.compile(r"\.(shared_experts?|shared_mlp)(\.|$)")),

@@ -7,7 +7,6 @@ differ from one start to the next. It says nothing about the answers' quality.
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_exl3.tools.logs import exceptions_in
 from vllm_exl3.verify.finding import Finding
 
 __all__ = ["Canary", "compare_runs", "prompts", "run_canary"]
@@ -28,7 +28,6 @@ TOKENS = 16
 """Tokens that each prompt is continued by."""
 
 _LENGTHS = (1, 5, 17, 40)
-_EXCEPTION = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
 _PATIENCE = 10.0
 _POLL = 0.25
 
@@ -135,8 +134,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _last_words(log: Path) -> str:
     text = log.read_text(encoding="utf-8", errors="replace")
-    raised = list(dict.fromkeys(match.group() for match in _EXCEPTION.finditer(text)))
-    words = raised[:2] or text.strip().splitlines()[-1:]
+    words = exceptions_in(text)[:2] or text.strip().splitlines()[-1:]
     return f": {'; '.join(words)}" if words else ""
 
 
