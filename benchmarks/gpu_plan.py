@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What ``vllm-exl3 plan`` foretells of GPU memory, held against what vLLM allocates, for six packs of different kinds.
+"""GPU memory as ``vllm-exl3 plan`` predicts it and as vLLM allocates it, for six packs of different kinds.
 
     python benchmarks/gpu_plan.py [KIND ...] [--out benchmarks/results/h200/plan.json]
 

@@ -36,7 +36,7 @@ def build(folder: Path, environment: dict[str, str]) -> Path:
 
 
 def faults(wheel: Path, *, machine: str | None) -> list[str]:
-    """What is wrong with a wheel for a machine (such as "aarch64"; None: without the library), one sentence each."""
+    """Faults of a wheel, a sentence each; its machine is one such as "aarch64", or None without the library."""
     native = machine is not None
     python, abi, tag = wheel.stem.split("-")[-3:]
     found = []

@@ -47,7 +47,7 @@ def linear_rates() -> dict[str, dict[str, float]]:
 
 
 def step_rates(linear: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """What a decoding step of a whole model takes beside its linears, and what each further sequence adds."""
+    """Time of a decoding step of a whole model beside its linears, and the cost of each further sequence."""
     found = [row for row in rows("h200/serve.json") if row["kernel"] == "native" and row["subject"] == "decode"]
     step = {row["m"]: row["us"] for row in found}
     body = sum(_linear_us(linear["4"], *shape) for shape in SHAPE["linears"]) * SHAPE["layers"]

@@ -48,7 +48,7 @@ answers of another status than the request earns.
 """
 
 TAUGHT = """
-## What was found, and what it taught
+## Findings and changes
 
 | where | what was found | what changed | test |
 |---|---|---|---|

@@ -27,7 +27,7 @@ if not _has_ops():
 
 
 def imports() -> bool:
-    """Whether a new process can import torchvision's transforms."""
+    """True if a new process can import torchvision's transforms."""
     command = [sys.executable, "-c", "import torchvision.transforms.v2.functional"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -135,7 +135,7 @@ def _own_options() -> set[str]:
 
 
 def test_variables_of_the_migration_page_are_told_right() -> None:
-    """What is called the same is a variable here, what is called nothing is none."""
+    """A row that says "same" names a variable that exists, one that says "nothing" none."""
     own = {name for variable in env.VARIABLES for name in (variable.name, *variable.aliases)}
     lines = (ROOT / "docs/migrating.md").read_text().splitlines()
     rows = [line.removeprefix("| ").split(" | ") for line in lines if line.startswith("| ") and "`VLLM_" in line]

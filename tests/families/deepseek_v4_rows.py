@@ -17,7 +17,7 @@ _INDEX_HEADS, _INDEX_HEAD = 64, 128
 _MLP, _EXPERTS, _TOP_K, _VOCAB = 128, 64, 6, 640
 _STREAMS = 4
 _RATIOS = (0, 4, 128)
-"""Of the layers: a sliding window alone, one key of four with an indexer, one of 128."""
+"""The layers: a sliding window alone, one key of four with an indexer, one of 128."""
 
 _CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],

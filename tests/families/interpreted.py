@@ -15,7 +15,7 @@ __all__ = ["complete_metadata"]
 
 
 class _Interpreter:
-    """What vLLM asks of a driver."""
+    """The parts of a driver that vLLM uses."""
 
     @staticmethod
     def is_active() -> bool:

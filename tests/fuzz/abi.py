@@ -38,7 +38,7 @@ _COMMON = ("abi", "decode", "encode", "isa", "linear", "parallel", "rings", "row
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run did.
+    """Counts of one run.
 
     Attributes:
         inputs: how many inputs were tried.

@@ -35,7 +35,7 @@ __all__ = ["Loading", "damaged", "reported_by_verify", "whole_pack"]
 KINDS = {**MUTATIONS, **PLAUSIBLE}
 _OURS = f"{os.sep}vllm_exl3{os.sep}"
 _SECONDS = 20.0
-"""Of this process' time, after which a case counts as stuck."""
+"""Seconds of this process' time after which a case counts as stuck."""
 
 
 def whole_pack(folder: Path) -> Files:
@@ -61,7 +61,7 @@ def damaged(files: Files, number: int) -> tuple[str, Files]:
 
 
 def reported_by_verify(folder: Path) -> bool:
-    """Whether `vllm-exl3 verify` finds fault with a pack."""
+    """True if `vllm-exl3 verify` finds fault with a pack."""
     command = [sys.executable, "-m", "vllm_exl3", "verify", str(folder)]
     return subprocess.run(command, capture_output=True, check=False).returncode != 0
 
@@ -133,7 +133,7 @@ class Loading:
 
 
 def _in_words(error: BaseException) -> bool:
-    """Whether the configuration was refused by this package inside pydantic's validation."""
+    """True if the configuration was refused by this package inside pydantic's validation."""
     return "vllm-exl3" in str(error) or "EXL3" in str(error)
 
 

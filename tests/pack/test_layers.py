@@ -164,7 +164,7 @@ def test_models_whose_layers_differ_by_design_are_sound(design: Any, tmp_path: P
 
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_a_norm_whose_bytes_are_read_as_another_type_is_named(layer: int, tmp_path: Path) -> None:
-    """Of the same size, so that nothing else can tell: the values would be 2^120 times too large or small."""
+    """The other type has the same size, so nothing else can tell: values would be 2^120 times too large or small."""
     draft = llama(layers=5)
     name = f"model.layers.{layer}.input_layernorm.weight"
     draft.tensors[name] = ("BF16", np.ones(128))

@@ -12,7 +12,7 @@ PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 def others(mapping: dict[str, list[str]], keys: tuple[str, ...]) -> tuple[list[str], list[tuple[str, object]]]:
-    """What is left for the class, and what the layer ``blocks.0.attn.qkv`` was given, with its shard ids."""
+    """The tensors left for the class, and those that the layer ``blocks.0.attn.qkv`` was given, with its shard ids."""
     given: list[tuple[str, object]] = []
     layer = torch.nn.Module()
     layer.register_parameter("trellis", torch.nn.Parameter(torch.zeros(1), requires_grad=False))

@@ -1,4 +1,4 @@
-"""What the comparison with the 16-bit model finds and names, on damaged copies of a golden pack."""
+"""Faults that the comparison with the 16-bit model finds and names, on damaged copies of a golden pack."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -72,7 +72,7 @@ def test_divergence_grows_with_damage(tmp_path: Path) -> None:
 
 
 def test_interval_covers_the_mean_of_correlated_tokens() -> None:
-    """Of 95 % intervals about 95 % cover the true mean, although all tokens of a sequence share an offset."""
+    """About 95 % of 95 % intervals cover the true mean, although all tokens of a sequence share an offset."""
     random, covered = np.random.default_rng(1), 0
     for _ in range(100):
         values = random.standard_normal((40, 1)) + random.standard_normal((40, 16))

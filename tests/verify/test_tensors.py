@@ -1,4 +1,4 @@
-"""What the pass over the tensors finds in damaged copies of golden packs, and that it finds nothing in intact ones."""
+"""Faults that the pass over the tensors finds in damaged copies of golden packs; none in intact ones."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -24,7 +24,7 @@ _NO_LINEAR = re.compile(r"norm|embed|conv|patch|position|query_\d|^ln_|^bn|sink"
 
 _LOADER = re.compile(r"load|weight|remap|permute|transform|convert|split|merge|fold|absorb")
 _CHECKPOINT = {"weights", "loaded_weight", "state_dict", "loaded_weights", "named_weights"}
-"""What parameters that are a checkpoint's tensors are called."""
+"""Names of parameters that are a checkpoint's tensors."""
 
 _CHANGES = {
     *(
@@ -133,7 +133,7 @@ class _Visitor(ast.NodeVisitor):
 
 
 def _takes_weights(node: ast.AST) -> bool:
-    """Whether a function is given a checkpoint's tensors, whatever its own name is."""
+    """True if a function is given a checkpoint's tensors, whatever its own name is."""
     if not isinstance(node, ast.FunctionDef):
         return False
     return any(argument.arg in _CHECKPOINT for argument in (*node.args.args, *node.args.kwonlyargs))

@@ -1,4 +1,4 @@
-"""What a checkout of the repository lacks before it can serve, and the command that makes it."""
+"""Missing parts of a checkout of the repository, and the commands that make them."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Takes out of a report what says who wrote it: folders of a user, names of users and machines, tokens."""
+"""Removes identifying data from a report: folders of a user, names of users and machines, tokens."""
 
 import getpass
 import re
@@ -30,7 +30,7 @@ def redacted(text: str) -> str:
 
 
 def _names() -> Iterator[str]:
-    """What may identify someone; names as common as root or localhost do not."""
+    """Names of this user and machine, unless as common as root or localhost."""
     try:
         names = {getpass.getuser(), socket.gethostname()}
     except (OSError, KeyError, ImportError):  # a user without an entry in the password database

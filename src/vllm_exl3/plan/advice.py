@@ -1,4 +1,4 @@
-"""What to change if a pack does not fit, and the command that starts it if it does."""
+"""Advice for a pack that does not fit, and the command that starts one that does."""
 
 import shlex
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def shell(pack: Pack, plan: Plan, revision: str | None = None) -> str:
 
 
 def advice(pack: Pack, plan: Plan) -> Iterator[str]:
-    """What to change, the least loss first; nothing where the plan fits. Each line takes a plan or more to find."""
+    """Changes that make it fit, the least loss first; none where the plan fits. Each takes a plan or more to find."""
     if plan.fits:
         return
     if plan.blocker is not None:

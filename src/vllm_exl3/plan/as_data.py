@@ -81,7 +81,7 @@ def estimate_note(plan: Plan) -> str:
 
 
 def card_line(pack: Pack, gib: int) -> str:
-    """What a card of this size would do with a pack, in one line."""
+    """A plan for a card of this size in one line."""
     gpu = find_gpu(CARDS[gib]) if gib in CARDS else gpu_by_memory(gib)
     plan = make_plan(pack, Wish(gpu, (gib * GIB,)))
     if plan.blocker is not None:

@@ -23,7 +23,7 @@ INT4_SCALES = 8
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a cache of some bytes holds.
+    """Capacity of a cache of some bytes.
 
     Attributes:
         tokens: tokens over all requests, of requests of full length, as vLLM's log gives it.
@@ -85,7 +85,7 @@ def request_bytes(
 def cache_capacity(
     layers: Sequence[CacheLayer], cache_type: str, nbytes: int, length: int, *, ranks: int = 1, chunk: int = 2048
 ) -> Capacity:
-    """What a cache of ``nbytes`` on each rank holds; the arguments are those of `request_bytes`."""
+    """Capacity of a cache of ``nbytes`` on each rank; the arguments are those of `request_bytes`."""
     pool = _pool(layers, cache_type, ranks)
     if pool is None:
         return Capacity(0, 0.0, 0)

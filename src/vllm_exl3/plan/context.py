@@ -1,4 +1,4 @@
-"""Whether a context fits a machine with one memory, by the arithmetic of an earlier plugin's helpers.
+"""Fit of a context into a machine with one memory, by the arithmetic of an earlier plugin's helpers.
 
 They know one model shape (DeepSeek V4 and GLM-5.3 Flash) and no workspace. `serving_plan.make_plan` reads a pack.
 """
@@ -55,7 +55,7 @@ def validate_context_scaling(
     mem_util: float | None = None,
     chunk_size: int | None = None,
 ) -> dict[str, Any]:
-    """Whether weights and one context fit the share of memory that vLLM may take.
+    """Fit of weights and one context into the share of memory that vLLM may take.
 
     Args:
         max_model_len: tokens of the context.

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 BUS_SHARE = 0.8
-"""Of a bus' theoretical rate that reading weights reaches: assumed, not measured."""
+"""Share of a bus' theoretical rate that reading weights reaches: assumed, not measured."""
 PREFILL_REREAD = 256
 """Tokens of a prompt that one reading of a weight serves; a longer chunk reads weights in host memory again."""
 _LINEARS = 4
@@ -36,7 +36,7 @@ _LINEARS = 4
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What the GPU reads over the bus, as shares of what the decoder layers hold.
+    """Shares of the decoder layers' bytes that the GPU reads over the bus.
 
     Attributes:
         dense: of everything but routed experts.

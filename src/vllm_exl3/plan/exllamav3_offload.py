@@ -1,4 +1,4 @@
-"""Whether ExLlamaV3 could run a pack's experts on the CPU: the contract of an earlier plugin's planner.
+"""Plan of a pack's experts on the CPU by ExLlamaV3: the contract of an earlier plugin's planner.
 
 It decides by metadata alone. ``own_executor_available`` says whether this package executes experts on a CPU beside a
 GPU; it does not in this version (docs/offload.md says what it does instead).
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["OWN_ROUTE", "CpuOffloadPlan", "plan_exllamav3_cpu_offload"]
 
 OWN_ROUTE = "experts in host memory that the GPU reads: --offload-backend uva (vllm-exl3 plan --host-memory)"
-"""What this package offers for models larger than the GPU."""
+"""This package's own way to serve models larger than the GPU."""
 
 _MOST_BITS = 8
 _V41 = "deepseekv41"

@@ -1,4 +1,4 @@
-"""What each decoder layer keeps between tokens, from config.json: keys and values, a window of them, a latent, a state.
+"""The cache of each decoder layer, from config.json: keys and values, a window of them, a latent, a state.
 
 Sources: the ``config.json`` of each family, and vLLM 0.32's ``v1/kv_cache_interface.py`` and
 ``layers/mamba/mamba_utils.py``. What is not listed here is named, never guessed.
@@ -45,7 +45,7 @@ _NO_CACHE_KINDS = ("mlp", "moe")
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """What one layer keeps.
+    """The cache of one layer.
 
     Attributes:
         kind: ``full`` and ``window`` keep keys and values of tokens, ``latent`` one latent of a token (MLA), ``state``
@@ -89,7 +89,7 @@ def layer_count(config: Mapping[str, Any]) -> int:
 
 
 def cache_layers(config: Mapping[str, Any]) -> Layers:
-    """What every decoder layer of a model keeps, from its ``config.json``."""
+    """The cache of every decoder layer of a model, from its ``config.json``."""
     text = text_config(config)
     count = layer_count(config)
     model_type = str(text.get("model_type", config.get("model_type", "")))
@@ -140,7 +140,7 @@ def _plain(kind: str) -> str:
 
 
 def _layer(kind: str, text: Mapping[str, Any]) -> CacheLayer | None:
-    """What a layer of this kind keeps, or None for a kind that is not modelled."""
+    """The cache of a layer of this kind, or None for a kind that is not modelled."""
     if kind in _NO_CACHE_KINDS:
         return CacheLayer("none")
     if kind in (*_STATE_KINDS, "conv"):

@@ -1,4 +1,4 @@
-"""Where weights go: GPU memory first, then host memory that the GPU reads (vLLM's UVA offloading), as far as is needed.
+"""Placement of weights: GPU memory first, then host memory that the GPU reads (vLLM's UVA offloading), where needed.
 
 vLLM offloads whole parameters of decoder layers, the first layers first; embeddings and heads stay. With experts, only
 their parameters are named, since a token reads few of them.
@@ -15,12 +15,12 @@ __all__ = ["EXPERT_PARAMETERS", "Placement", "place", "split_layers"]
 
 
 EXPERT_PARAMETERS = ("w13_trellis", "w13_suh", "w13_svh", "w2_trellis", "w2_suh", "w2_svh")
-"""What ``--cpu-offload-params`` names to move routed experts only."""
+"""Values of ``--cpu-offload-params`` that move routed experts only."""
 
 _PARTS = (2 / 3, 1 / 3)
-"""Of a layer's expert bytes: gate and up are one parameter, down is another."""
+"""Shares of a layer's expert bytes: gate and up are one parameter, down is another."""
 _DENSE_PARTS = (0.2, 0.1, 0.45, 0.25)
-"""Of a layer's other bytes: qkv, o, gate and up, down, about as they are in Llama and Qwen."""
+"""Shares of a layer's other bytes: qkv, o, gate and up, down, about as they are in Llama and Qwen."""
 
 
 NOTHING = HostShare()

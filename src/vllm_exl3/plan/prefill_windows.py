@@ -1,4 +1,4 @@
-"""Where a grouped prefill of routed experts applies, and in which windows, by the contract of an earlier plugin.
+"""Windows of a grouped prefill of routed experts, and where it applies, by the contract of an earlier plugin.
 
 There, nothing executed the plan. Here, `cuda.moe` serves a grouped prefill for every K, codebook and width;
 ``executed`` says so, and ``eligible`` and ``reason`` answer by the published rules.

@@ -27,7 +27,7 @@ _FALLBACK_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for.
+    """The request: GPUs, parallelism and limits.
 
     Attributes:
         gpu: the GPU model, whose rates the estimate takes.
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether weights have a place, and the cache holds one request of full length."""
+        """True if weights have a place, and the cache holds one request of full length."""
         placed = self.blocker is None and bool(self.ranks) and not any(rank.placement.short for rank in self.ranks)
         chosen = self.capacity.get(self.wish.cache_type)
         if self.wish.cache_type in self.unsupported:
@@ -134,12 +134,12 @@ class Plan:
 
     @property
     def offloaded(self) -> bool:
-        """Whether weights lie in host memory."""
+        """True if weights lie in host memory."""
         return any(rank.placement.offload_gib for rank in self.ranks)
 
     @property
     def measured_gpu(self) -> bool:
-        """Whether rates of this very GPU model were measured, not scaled from another's."""
+        """True if rates of this very GPU model were measured, not scaled from another's."""
         return self.wish.gpu.name == MEASURED
 
 

@@ -78,7 +78,7 @@ def get_speculative_draft_tokens(batch_size: int, schedule: Sequence[tuple[int, 
 
 
 def is_adaptive_verification_enabled() -> bool:
-    """Whether ``VLLM_EXL3_ADAPTIVE_VERIFICATION`` is on.
+    """True if ``VLLM_EXL3_ADAPTIVE_VERIFICATION`` is on.
 
     vLLM has no hook that drops drafted tokens by their probability: programs that do so themselves read this.
     """

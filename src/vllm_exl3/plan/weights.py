@@ -1,4 +1,4 @@
-"""What a pack's weights take on each rank, layer by layer, under tensor, expert and pipeline parallelism.
+"""Bytes of a pack's weights on each rank, layer by layer, under tensor, expert and pipeline parallelism.
 
 Linears are divided as `plan.partition` divides them, dense modules as vLLM divides their kind. What vLLM builds without
 quantization is decoded while loading and takes 16 bits: only vLLM's model class knows which, so it is not counted, but
@@ -100,7 +100,7 @@ class Weights:
 
 
 def rank_weights(pack: Pack, ranks: int = 1, rank: int = 0, *, whole_experts: bool = False) -> Weights:
-    """What one tensor-parallel rank holds of a pack.
+    """The weights that one tensor-parallel rank holds.
 
     Args:
         pack: the pack, by its headers.
@@ -156,7 +156,7 @@ class _Share:
         return _covering(self.rank * each, each, width, stored)
 
     def has_expert(self, index: int, experts: int) -> bool:
-        """Whether a whole expert is this rank's: contiguous shares, the first ones larger."""
+        """True if a whole expert is this rank's: contiguous shares, the first ones larger."""
         share, more = divmod(experts, self.ranks)
         start = self.rank * share + min(self.rank, more)
         return start <= index < start + share + (self.rank < more)

@@ -22,7 +22,7 @@ GRAPHS = 256 * MIB
 """CUDA graphs, which vLLM estimates and subtracts. An allowance."""
 
 _LOGIT_BYTES = 14
-"""Of one token's logit in vLLM's trial run of the sampler: 16 bits, float32, probabilities, random numbers."""
+"""Bytes of one token's logit in vLLM's trial run of the sampler: 16 bits, float32, probabilities, random numbers."""
 _EXPERT_WINDOW = 8192
 """Tokens that the grouped prefill of experts handles at once, unless VLLM_EXL3_GROUPED_PREFILL_MAX_ROWS says less."""
 

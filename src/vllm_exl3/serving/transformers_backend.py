@@ -67,7 +67,7 @@ def _counts(name: str, values: Mapping[str, Any], hidden: Any) -> bool:
 
 
 def reads_matrix(config: VllmConfig | None, prefix: str) -> bool:
-    """Whether code of transformers reads the ``weight`` of this layer, which is then decoded while loading.
+    """True if code of transformers reads the ``weight`` of this layer, which is then decoded while loading.
 
     Args:
         config: vLLM's current configuration, where there is one.

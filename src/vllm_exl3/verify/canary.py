@@ -36,7 +36,7 @@ Run = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Canary:
-    """What two runs have shown.
+    """The result of two runs.
 
     Attributes:
         findings: the faults.
@@ -49,7 +49,7 @@ class Canary:
     seconds: list[float]
 
     def figures(self) -> dict[str, Any]:
-        """What the report has beside the findings."""
+        """Entries of the report beside the findings."""
         tokens = [answer["tokens"] for answer in self.runs[0]] if self.runs else []
         return {"runs": len(self.runs), "tokens": tokens, "seconds": self.seconds}
 

@@ -41,7 +41,7 @@ class Decoding:
     weights: int = 0
 
     def figures(self) -> dict[str, Any]:
-        """What the report keeps beside the findings."""
+        """Entries of the report beside the findings."""
         return {"decoders": self.decoders, "linears": self.linears, "weights": self.weights}
 
 

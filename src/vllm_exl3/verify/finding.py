@@ -1,4 +1,4 @@
-"""What a check has found wrong."""
+"""A fault that a check has found."""
 
 from dataclasses import asdict, dataclass
 

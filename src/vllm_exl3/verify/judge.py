@@ -30,7 +30,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class FinalStates:
-    """What a model makes of a text before its head.
+    """Final hidden states of a model on a text, and its head.
 
     Attributes:
         hidden: float32 ``[sequences, tokens, hidden]``, after the final norm.

@@ -20,7 +20,7 @@ __all__ = ["Request", "check_tensors", "run", "write_json", "write_text"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be verified.
+    """The options of one verification.
 
     Attributes:
         pack: the pack's folder.

@@ -41,7 +41,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Scan:
-    """What the pass has found and how fast it was.
+    """Findings and speed of the pass.
 
     Attributes:
         findings: the faults.
@@ -60,7 +60,7 @@ class Scan:
 
 @dataclass
 class _Contents:
-    """What one tensor's bytes have shown so far."""
+    """Statistics of the bytes of one tensor that were read so far."""
 
     crc: int = 0
     last: bytes = b""

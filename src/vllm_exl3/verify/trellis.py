@@ -179,7 +179,7 @@ def _recut(sample: list[Place], half_bits: int, other: int) -> list[Place]:
 
 @lru_cache
 def _moments(codebook: Codebook) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8], float]:
-    """Of each state the relative energy and the quantile bin; the standard deviation of the energy."""
+    """Relative energy and quantile bin of each state, and the standard deviation of the energy."""
     table: npt.NDArray[Any] = codebook_table(codebook).astype(np.float64)
     rank = np.empty(table.size, np.int64)
     rank[np.argsort(table, kind="stable")] = np.arange(table.size)

@@ -36,7 +36,7 @@ _ROLES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj":
 
 
 class Weights(Protocol):
-    """Where the weights of one model come from."""
+    """A source of the weights of one model."""
 
     label: str
 
