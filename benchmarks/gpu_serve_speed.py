@@ -41,6 +41,9 @@ _PARTS = {"attention": ("flash",), "compiled": ("triton_",)}
 """Words in the names of kernels, by what they belong to: vLLM's attention with its cache writes, and what Inductor
 makes: norms, rotary embeddings, activations."""
 
+IDLE = "no kernel"
+"""What stands in a kernel's place for the time between kernels."""
+
 Load = Callable[..., Any]
 
 
@@ -169,16 +172,31 @@ def _is_linear(name: str, kind: str) -> bool:
 
 
 def _kernels_of_a_step(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
-    """Microseconds of a decoding step by kernel: the difference of two lengths, as in the timing.
-
-    Kernels that were launched ahead of their predecessor's end count their waiting, so the sum may exceed the step.
-    """
+    """Microseconds by which each kernel lengthens a decoding step: the difference of two lengths, as in the timing."""
     totals = []
     for length in (SHORT, 3 * SHORT):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             generate(llm, prompts, length)
-        totals.append({event.key: event.self_device_time_total for event in profile.key_averages()})
+        totals.append(_added_us(profile))
     return {name: (us - totals[0].get(name, 0.0)) / (2 * SHORT) for name, us in totals[1].items()}
+
+
+def _added_us(profile: Any) -> dict[str, float]:
+    """Microseconds from the end of the kernels before each kernel to its own end, by name, and of no kernel at all.
+
+    A kernel that starts before its predecessor ends, and waits for it, counts from that end on. So all add up to the
+    time between the first start and the last end.
+    """
+    events = [event for event in profile.profiler.kineto_results.events() if "CUDA" in str(event.device_type())]
+    events.sort(key=lambda event: event.start_ns() + event.duration_ns())
+    added: dict[str, float] = {}
+    end = events[0].start_ns() if events else 0
+    for event in events:
+        start, own_end = event.start_ns(), event.start_ns() + event.duration_ns()
+        added[IDLE] = added.get(IDLE, 0.0) + max(0, start - end) / 1e3
+        added[event.name()] = added.get(event.name(), 0.0) + (own_end - max(start, end)) / 1e3
+        end = own_end
+    return added
 
 
 def _first_token(llm: Any, kind: str, length: int) -> Row:
