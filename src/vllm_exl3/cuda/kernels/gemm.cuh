@@ -7,7 +7,9 @@
 #include "gemm_mainloop.cuh"
 
 constexpr u32 GEMM_PRODUCERS = 128, GEMM_BLOCK_THREADS = GEMM_PRODUCERS + GEMM_THREADS;
-constexpr u32 GEMM_BARRIER_BYTES = 256;  // two words and a barrier, the ring's barriers
+constexpr u32 GEMM_BARRIER_BYTES = 256;  // two words, a barrier, the ring's barriers
+// Shared memory: those, offsets, what finishing needs, the ring.
+template <int TOKENS> constexpr u32 gemm_head_bytes = GEMM_BARRIER_BYTES + 4 * MAX_SHARDS * TOKENS;
 
 // All of one arithmetic.
 template <class First, class... Ks> struct GemmKinds {
@@ -37,73 +39,60 @@ __device__ __forceinline__ void multiply_segment(GemmKinds<Ks...>, typename Gemm
     ((index++ == kind ? multiply(Ks{}) : void()), ...);
 }
 
-// Multiplies the block's segments, and ends the strips that come together here.
+// What a thread that multiplies knows besides: made anew where it is needed, to take no registers beside products.
+template <int TOKENS>
+__device__ __forceinline__ GemmBlock block_here(const PrefillArgs& args, u8* memory) {
+    const u32 thread = threadIdx.x;
+    const u32 pair = __shfl_sync(0xffffffffu, thread / PAIR_THREADS, 0), warp = __shfl_sync(0xffffffffu, thread / 32 % PAIR_WARPS, 0);
+    float* offsets = reinterpret_cast<float*>(memory + GEMM_BARRIER_BYTES);
+    u8* staging = memory + gemm_head_bytes<TOKENS> + pair * gemm_staging_bytes<TOKENS>;
+    return GemmBlock{args, *reinterpret_cast<Staging*>(staging), offsets, shared_address(memory) + 8, reinterpret_cast<u32*>(memory), pair, int(warp), int(thread & 31), int(thread % PAIR_THREADS)};
+}
+
+// Multiplies the block's segments, and finishes the strips whose sums come together here.
 template <int TOKENS, class List>
-__device__ __forceinline__ void consume(const PrefillArgs& args, GemmRing ring, const GemmBlock& block, int warp) {
-    GemmWalk walk(args);
-    GemmSegment segment;
-    u32 phase = 0;  // of others' parts
+__device__ __forceinline__ void consume(const PrefillArgs& args, GemmRing ring, u8* memory, int warp, int lane) {
+    u32 unit = prefill_range_begin(args, blockIdx.x);
     bool left = false;  // the range's first strip, as another block has its beginning
     wait_for_previous();
     // No loop in here may end for some lanes before others: addresses in the ring would no longer be known to be the same for a warp, which
-    // costs the products a twentieth.
-    while (walk.next(args, segment)) {
-        if (segment.complete || walk.unit == walk.unit_end) fetch_for_end<TOKENS>(block, segment);  // else it is left to others
+    // costs the products a twentieth. What is looked up again behind the products takes no registers beside them.
+    while (unit < prefill_range_begin(args, blockIdx.x + 1)) {
         typename List::Sum sums[TOKENS / 2] = {};
-        multiply_segment<TOKENS>(List{}, sums, ring, segment, args.shards[segment.shard].kind, warp, block.lane);
-        stage<TOKENS>(sums, block);
+        {
+            const GemmSegment segment(args, unit);
+            if (segment.complete || segment.last) fetch_for_end<TOKENS>(block_here<TOKENS>(args, memory), segment);  // else it is left to others
+            multiply_segment<TOKENS>(List{}, sums, ring, segment, args.shards[segment.shard].kind, warp, lane);
+        }
+        const GemmBlock block = block_here<TOKENS>(args, memory);
+        const GemmSegment segment(args, not_before(unit));
         if (segment.complete) {
-            Ending ending(block, segment, List::bytes);
-            ending.end = min(args.rows, u32(staged_tokens<TOKENS>));
-            finish<TOKENS, true>(block, ending, phase);
-            if constexpr (staged_tokens<TOKENS> < TOKENS) {
-                stage<TOKENS, staged_tokens<TOKENS>>(sums, block);
-                ending.begin = ending.staged = ending.end, ending.end = args.rows;
-                finish<TOKENS, true>(block, ending, phase);
-            }
-        } else if (walk.unit < walk.unit_end) {
-            leave<TOKENS>(sums, block, segment);
+            finish_strip<TOKENS, false>(sums, block, Ending(block, segment, List::bytes));
+        } else if (!segment.last) {
+            store_partial<TOKENS>(sums, block, segment);
             count_part(block, segment, block.words);
             left = true;
-        } else if constexpr (staged_tokens<TOKENS> < TOKENS) {
-            leave<TOKENS>(sums, block, segment);
+        } else if (args.equal_parts) {
+            return finish_shares<TOKENS>(sums, block, Ending(block, segment, List::bytes));
+        } else {
+            finish_last<TOKENS>(sums, block, Ending(block, segment, List::bytes));
+            break;
         }
+        unit += segment.end - segment.begin;
     }
-    Ending ending(block, segment, List::bytes);
-    u32 shares = 0, tokens = args.rows;  // shares of a strip's tokens that the block ends, a bit each; tokens of a share
-    if (!segment.complete) shares = args.equal_parts ? collect_shares<TOKENS>(block, ending, tokens) : collect_last<TOKENS>(block, ending);
-#pragma unroll 1
-    while (true) {
-        if (shares == 0 && left) {
-            left = false;
-            asm volatile("cp.async.wait_all;" ::: "memory");  // what was fetched for the last strip, if it was not ended here
-            block.sync();  // the word is there
-            GemmWalk(args).next(args, segment);
-            ending = Ending(block, segment, List::bytes);
-            ending.own = ~0u;  // other sums have been staged since
-            shares = *block.words == ending.parts - 1;
-            if (shares) fetch_for_end<TOKENS>(block, segment);
-        }
-        if (shares == 0) return;
-        ending.begin = (__ffs(shares) - 1) * tokens, ending.end = min(args.rows, ending.begin + tokens), shares &= shares - 1;
-        finish<TOKENS, false>(block, ending, phase);
-    }
+    if (left) finish_left<TOKENS, List>(block_here<TOKENS>(args, memory));
 }
 
 template <int TOKENS, class List>
 __device__ __forceinline__ void gemm(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-    // Shared memory: words and barriers, offsets, what ends need, the ring.
-    constexpr u32 staging = gemm_staging_bytes<TOKENS>, offset_bytes = 4 * MAX_SHARDS * TOKENS, head = GEMM_BARRIER_BYTES + offset_bytes;
-    constexpr u32 ring_at = (head + 2 * staging + 127) & ~127u;
-    const u32 base = shared_address(memory), offsets_there = base + 8, parts_there = base + 16;
+    const u32 base = shared_address(memory), offsets_there = base + 8;
     // Rounded here, although it is the same: the compiler then knows of all addresses in the ring that they are the same for a warp.
-    const GemmRing ring(args, base + 24, (base + head + 2 * staging + 127) & ~127u, List::token_bytes * TOKENS);
+    const GemmRing ring(args, base + 16, (base + gemm_head_bytes<TOKENS> + 2 * gemm_staging_bytes<TOKENS> + 127) & ~127u, List::token_bytes * TOKENS);
     float* offsets = reinterpret_cast<float*>(memory + GEMM_BARRIER_BYTES);
     if (threadIdx.x == 0) {
         mbarrier_init(offsets_there, GEMM_PRODUCERS - 32);
-        mbarrier_init(parts_there, 1);
         ring.init(GEMM_THREADS / 32);
     }
     __syncthreads();
@@ -118,10 +107,6 @@ __device__ __forceinline__ void gemm(const PrefillArgs& args) {
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GemmRegisters<TOKENS, List>::consumer));
-        const u32 pair = warp / PAIR_WARPS;
-        const GemmBlock block{args, *reinterpret_cast<Staging*>(memory + head + pair * staging), offsets, offsets_there, reinterpret_cast<u32*>(memory),
-                        reinterpret_cast<const float*>(memory + ring_at), ring.base, ring.stages * ring.stride, parts_there, pair, warp % PAIR_WARPS, lane,
-                        int(threadIdx.x % PAIR_THREADS)};
-        consume<TOKENS, List>(args, ring, block, warp);
+        consume<TOKENS, List>(args, ring, memory, warp, lane);
     }
 }

@@ -47,7 +47,6 @@ struct UnitSource {
         weights = reinterpret_cast<const u8*>(shard.trellis) + UNIT_ROWS * segment.begin * pitch + 2 * segment.strip * block_bytes;
         activations = args.activations + static_cast<u64>(segment.shard * (args.in_features / GEMM_UNIT) + segment.begin) * activation_bytes;
     }
-    __device__ __forceinline__ void skip_weights() { weights += UNIT_ROWS * pitch; }
     __device__ __forceinline__ void fetch_weights(const GemmRing& ring) {
         const u32 barrier = ring.full + 8 * ring.slot;
         if (one_lane()) {
@@ -55,7 +54,7 @@ struct UnitSource {
 #pragma unroll
             for (u32 row = 0; row < UNIT_ROWS; ++row) copy_to_shared(ring.stage + row * row_bytes, weights + row * pitch, bytes, barrier);
         }
-        skip_weights();
+        weights += UNIT_ROWS * pitch;
     }
     __device__ __forceinline__ void fetch_activations(const GemmRing& ring) {
         if (one_lane()) copy_to_shared(ring.activations(), activations, activation_bytes, ring.full + 8 * ring.slot);
@@ -63,32 +62,18 @@ struct UnitSource {
     }
 };
 
-// Fetches every unit of the block's range. One warp. Weights never change: as many as the ring holds are fetched while the kernel ahead runs.
+// Fetches every unit of the block's range. One warp. The first one's weights, which never change, are fetched while the kernel ahead runs. More
+// would not do: memory answers in the order in which it is asked, and whole rings of all multiprocessors take it microseconds.
 __device__ __forceinline__ void produce(const PrefillArgs& args, GemmRing ring, u32 activation_bytes) {
-    u32 ahead = 0;  // units whose weights are on their way
-    {
-        GemmWalk walk(args);
-        GemmSegment segment;
-        GemmRing early = ring;
-        while (ahead < ring.stages && walk.next(args, segment)) {
-            UnitSource source(args, segment, activation_bytes);
-            for (u32 unit = segment.begin; unit < segment.end && ahead < ring.stages; ++unit, ++ahead, early.next()) source.fetch_weights(early);
-        }
-    }
-    wait_for_previous();
-    GemmWalk walk(args);
-    GemmSegment segment;
-    u32 done = 0;
-    while (walk.next(args, segment)) {
+    bool waited = false;
+    for_each_segment(args, [&](const GemmSegment& segment) {
         UnitSource source(args, segment, activation_bytes);
-        for (u32 unit = segment.begin; unit < segment.end; ++unit, ++done, ring.next()) {
-            if (done < ahead) {
-                source.skip_weights();
-            } else {
-                ring.wait_empty();
-                source.fetch_weights(ring);
-            }
+        for (u32 unit = segment.begin; unit < segment.end; ++unit, ring.next()) {
+            ring.wait_empty();
+            source.fetch_weights(ring);
+            if (!waited) wait_for_previous();
+            waited = true;
             source.fetch_activations(ring);
         }
-    }
+    });
 }

@@ -9,33 +9,44 @@
 
 constexpr u32 GEMM_STRIP = 2 * STRIP, GEMM_UNIT = 2 * UNIT_IN;
 
-// The units [begin, end) of a strip's k that a thread block multiplies.
+// The units [begin, end) of a strip's k that a thread block multiplies, from a unit of its range on.
 struct GemmSegment {
     u32 shard, strip;  // the strip counts from the shard's first
     u32 index;         // of the strip in the launch
     u32 begin, end;
-    bool complete;
-};
+    bool complete;     // all of the strip's units
+    bool last;         // the range ends with them
 
-struct GemmWalk {
-    u32 unit, unit_end, depth;
-
-    __device__ __forceinline__ explicit GemmWalk(const PrefillArgs& args)
-        : unit(prefill_range_begin(args, blockIdx.x)), unit_end(prefill_range_begin(args, blockIdx.x + 1)), depth(args.in_features / GEMM_UNIT) {}
-
-    __device__ __forceinline__ bool next(const PrefillArgs& args, GemmSegment& segment) {
-        if (unit >= unit_end) return false;
-        segment.index = unit / depth;
-        segment.begin = unit - segment.index * depth;
-        segment.end = min(depth, segment.begin + unit_end - unit);
-        segment.complete = segment.end - segment.begin == depth;
-        segment.shard = 0;
-        while (segment.shard + 1 < args.shard_count && segment.index >= args.shards[segment.shard + 1].first_strip) ++segment.shard;
-        segment.strip = segment.index - args.shards[segment.shard].first_strip;
-        unit += segment.end - segment.begin;
-        return true;
+    __device__ __forceinline__ GemmSegment(const PrefillArgs& args, u32 unit) {
+        const u32 depth = args.in_features / GEMM_UNIT, range_end = prefill_range_begin(args, blockIdx.x + 1);
+        index = unit / depth;
+        begin = unit - index * depth;
+        end = min(depth, begin + range_end - unit);
+        complete = end - begin == depth;
+        last = unit + end - begin == range_end;
+        shard = 0;
+        while (shard + 1 < args.shard_count && index >= args.shards[shard + 1].first_strip) ++shard;
+        strip = index - args.shards[shard].first_strip;
     }
 };
+
+// Calls `visit` with each segment of the block's range.
+template <class Visit>
+__device__ __forceinline__ void for_each_segment(const PrefillArgs& args, const Visit& visit) {
+    const u32 range_end = prefill_range_begin(args, blockIdx.x + 1);
+#pragma unroll 1
+    for (u32 unit = prefill_range_begin(args, blockIdx.x); unit < range_end;) {
+        const GemmSegment segment(args, unit);
+        visit(segment);
+        unit += segment.end - segment.begin;
+    }
+}
+
+// The value, of which the compiler computes nothing ahead of here: that would take registers beside products.
+__device__ __forceinline__ u32 not_before(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
 
 // The parts of a strip that several thread blocks multiplied, numbered from its first k on.
 struct StripParts {
