@@ -24,6 +24,7 @@ from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = [
+    "FEW_TOKENS",
     "GEMM_TILES",
     "INT8_GEMM_TILES",
     "MOST_OF_TWO_KINDS",
@@ -43,7 +44,7 @@ _PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
 _BARRIERS, _ROW_PAD, _UNIT_ROWS = 256, 32, _UNIT // 16  # of gemm.cuh and gemm_ring.cuh
 _MOST_STAGES, _MOST_KINDS = 12, 2
 _MOST_PARTS = 64
-"""Parts of a strip: more only add reading, and the ring must hold a token of all others' (``finish`` of the kernel)."""
+"""Parts of a strip: more only add reading."""
 
 _BESIDE = 1536
 """Bytes of shared memory left for a block of gemm_rotate.cu."""
@@ -53,10 +54,29 @@ MOST_OF_TWO_KINDS = 64
 
 _MOST_INT8_HALF_BITS = 8  # of ops/int8.py, which imports torch
 
-_UNIT_US, _EQUAL_END_US, _LIST_END_US, _PART_US = 0.96, 5.0, 3.5, 2.5
-"""Microseconds of a unit of 128 × 256 weights on a multiprocessor; of the end of an equal part; of the ends of a range
-of the list, and for each part of a strip: measured on an H200 with 32 tokens. The number of tokens must not enter a
-cut, which decides the order of sums."""
+FEW_TOKENS = 48
+"""Tokens up to which a layer is cut in one way; more may be cut in another. The cut decides the order of sums, so a
+row's bits are the same in every batch on the same side of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Microseconds on an H200, for the times of seven layers of mul1 at K = 4 (docs/kernels-gpu.md).
+
+    Attributes:
+        unit: of 128 × 256 weights on a multiprocessor.
+        equal_end: of what follows the products of an equal part of a strip.
+        list_end: of what follows the products of a range of the list.
+        part: of each part of a strip, where the list is cut.
+    """
+
+    unit: float
+    equal_end: float
+    list_end: float
+    part: float
+
+
+_FEW, _MANY = _Costs(0.93, 5.0, 7.6, 0.15), _Costs(1.25, 5.0, 11.0, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +93,24 @@ class GemmCut:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_cut(strips: int, depth: int, limits: GpuLimits) -> GemmCut:
+def choose_cut(strips: int, depth: int, limits: GpuLimits, *, many: bool = False) -> GemmCut:
     """The cut of least modelled time.
 
     Args:
         strips: of all shards.
         depth: units of a strip.
         limits: the GPU.
+        many: for more than `FEW_TOKENS` tokens, whose partial sums take longer to bring together.
     """
+    costs = _MANY if many else _FEW
     blocks = min(limits.multiprocessors, strips * depth)
     blocks = min(blocks, strips * _MOST_PARTS // 2)
     longest = -(-strips * depth // blocks)
-    list_us = longest * _UNIT_US + _LIST_END_US + _PART_US * -(-depth // longest)
+    list_us = longest * costs.unit + costs.list_end + costs.part * -(-depth // longest)
     choices = [(list_us, GemmCut(blocks, False))]
-    for parts in range(2, min(limits.multiprocessors // strips, depth, _MOST_PARTS) + 1):
+    for parts in range(1, min(limits.multiprocessors // strips, depth, _MOST_PARTS) + 1):
         if depth % parts == 0:
-            choices.append((depth // parts * _UNIT_US + _EQUAL_END_US, GemmCut(strips * parts, True)))
+            choices.append((depth // parts * costs.unit + costs.equal_end, GemmCut(strips * parts, True)))
     return min(choices, key=lambda choice: choice[0])[1]
 
 
@@ -184,7 +206,7 @@ def plan_gemm(
     depth = in_features // _UNIT
     arguments = PrefillArgs()
     place_shards(arguments, shards, kinds, _STRIP, complements=not int8)
-    cut = cut or choose_cut(arguments.strips, depth, limits)
+    cut = cut or choose_cut(arguments.strips, depth, limits, many=rows > FEW_TOKENS)
     _check_cut(cut, arguments.strips, depth)
     range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
 

@@ -9,7 +9,7 @@
 
 constexpr u32 GEMM_STRIP = 2 * STRIP, GEMM_UNIT = 2 * UNIT_IN;
 
-// The units [begin, end) of a strip's k that a thread block multiplies, from a unit of its range on.
+// The units [begin, end) of a strip's k that a thread block multiplies.
 struct GemmSegment {
     u32 shard, strip;  // the strip counts from the shard's first
     u32 index;         // of the strip in the launch
@@ -17,6 +17,7 @@ struct GemmSegment {
     bool complete;     // all of the strip's units
     bool last;         // the range ends with them
 
+    // From `unit` of the block's range on.
     __device__ __forceinline__ GemmSegment(const PrefillArgs& args, u32 unit) {
         const u32 depth = args.in_features / GEMM_UNIT, range_end = prefill_range_begin(args, blockIdx.x + 1);
         index = unit / depth;
