@@ -1,6 +1,5 @@
 """Which kernel serves how many tokens of a layer where the GEMM for up to 128 tokens is one of them."""
 
-import functools
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 from vllm_exl3.cuda import dispatch, gemm, linear, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES
 from vllm_exl3.cuda.gemm_plan import MOST_OF_TWO_KINDS, GemmCut, plan_gemm, units
-from vllm_exl3.cuda.geometry import Form, GpuLimits
+from vllm_exl3.cuda.geometry import Arithmetic, Form, GpuLimits, LinearPlan
 from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.prefill_plan import INT8_FINISH
 from vllm_exl3.cuda.survey import every_kind, typical_limits
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -24,20 +24,26 @@ MUL1, MCG = (8, int(Codebook.MUL1)), (8, int(Codebook.MCG))
 def _as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_EXL3_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    linear._way_to_serve.cache_clear()
+    linear._steps.cache_clear()
     yield
-    linear._way_to_serve.cache_clear()
+    linear._steps.cache_clear()
 
 
 def _layer(width: int, height: int, *kinds: tuple[int, int]) -> tuple[Shard, ...]:
     return tuple(Shard(*kind, width, height, 0, height) for kind in kinds)
 
 
-def _way(shards: tuple[Shard, ...], rows: int, form: Form | None = None, cut: Cut | None = None) -> object:
-    linear._way_to_serve.cache_clear()
+def _way(shards: tuple[Shard, ...], rows: int, form: Form | None = None, cut: Cut | None = None) -> str:
+    """The kernel that serves a call: gemm, prefill, each with int8 products or not, or launches of another."""
+    linear._steps.cache_clear()
     settings = (linear.env.batch_invariant(), linear.env.PRECISION.get())
-    way = linear._way_to_serve(shards, rows, shards[0].in_features, H200, settings, form, cut, None)
-    return "launches" if isinstance(way, tuple) else way
+    step = linear._steps(shards, rows, shards[0].in_features, H200, settings, form, cut, None)[0]
+    if isinstance(step.plan, LinearPlan):
+        return "launches"
+    if step.plan.instance.source != "gemm.cu":
+        return "prefill int8" if step.finish is INT8_FINISH else "prefill"
+    (_, kinds) = step.plan.instance.macros[1]
+    return "gemm int8" if kinds.endswith(f", {int(Arithmetic.BYTE)}>") else "gemm"
 
 
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672))
@@ -80,16 +86,16 @@ def test_each_number_of_tokens_has_the_kernel_of_the_table(
     served = of_the_table[: max(0, limit - of_the_table.start)]
     assert gemm.served_rows(layer, H200, int8=False) == served
     for rows in range(1, 140):
-        expected: object = prefill.prefill if prefill.serves(layer, rows, H200) else "launches"
-        assert _way(layer, rows) == (gemm.gemm if rows in served else expected), rows
-    assert _way(layer, 1000) is prefill.prefill
+        expected = "prefill" if prefill.serves(layer, rows, H200) else "launches"
+        assert _way(layer, rows) == ("gemm" if rows in served else expected), rows
+    assert _way(layer, 1000) == "prefill"
 
 
 def test_what_the_table_gives_to_the_gemm_it_serves() -> None:
     """So that the tests above are about something: the large layer at 32 tokens, in both classes of codebooks."""
     for kind in (MUL1, MCG):
-        assert _way(_layer(8192, 28672, kind), 32) is gemm.gemm
-        assert _way(_layer(8192, 28672, kind), 129) is prefill.prefill
+        assert _way(_layer(8192, 28672, kind), 32) == "gemm"
+        assert _way(_layer(8192, 28672, kind), 129) == "prefill"
         assert _way(_layer(8192, 28672, kind), 8) == "launches"
 
 
@@ -108,10 +114,6 @@ def test_batch_invariance_leaves_the_gemm_out(monkeypatch: pytest.MonkeyPatch, r
     assert gemm.instances(layer, H200) == [] and gemm.choose(layer, rows, H200) is None
 
 
-def _is_int8(way: object) -> bool:
-    return isinstance(way, functools.partial) and way.func is gemm.gemm and way.keywords == {"int8": True}
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fast_mode_has_its_own_table(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     layer, coarse = _layer(*shape, MUL1), _layer(*shape, (10, 2))
@@ -123,12 +125,12 @@ def test_fast_mode_has_its_own_table(monkeypatch: pytest.MonkeyPatch, shape: tup
         if rows <= dispatch.FAST_TOKENS:
             assert way == "launches" and linear.choose_form(layer, rows, H200).fast == (rows > 4)
         elif prefill_int8.serves(layer, rows, H200):
-            assert way is prefill_int8.prefill_int8
+            assert way == "prefill int8"
         elif rows in served:
-            assert _is_int8(way)
+            assert way == "gemm int8"
         else:
             assert way == before
-    assert not any(_is_int8(_way(other, 32)) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
+    assert all("int8" not in _way(other, 32) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert _way(layer, 32) == "launches"
 
@@ -137,9 +139,9 @@ def test_fast_mode_of_few_tokens_is_asked_before_the_gemm(monkeypatch: pytest.Mo
     """Whatever the default's table says of so few."""
     monkeypatch.setattr(gemm, "served_rows", lambda *_, int8: range(0) if int8 else range(1, 129))
     layer = _layer(8192, 28672, MUL1)
-    assert _way(layer, 8) is gemm.gemm
+    assert _way(layer, 8) == "gemm"
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
-    assert _way(layer, 8) == "launches" and _way(layer, 9) is gemm.gemm
+    assert _way(layer, 8) == "launches" and _way(layer, 9) == "gemm"
 
 
 def test_shards_of_different_widths_are_never_one_product() -> None:
@@ -161,8 +163,8 @@ def test_what_serves_was_compiled_while_the_model_loaded(
         layer, served = _layer(*shape, *kinds), set()
         ready = set(gemm.instances(layer, limits))
         for rows in range(1, 140):
-            if (chosen := gemm.choose(layer, rows, limits)) is not None:
-                plan = plan_gemm(layer, rows, shape[0], limits, int8=chosen is not gemm.gemm)
+            if (int8 := gemm.choose(layer, rows, limits)) is not None:
+                plan = plan_gemm(layer, rows, shape[0], limits, int8=int8)
                 served |= {plan.instance, plan.transform.instance}
         assert served <= ready and bool(served) == bool(ready)
 
