@@ -210,7 +210,7 @@ def plan_gemm(
     _check_cut(cut, arguments.strips, depth)
     range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
 
-    transform = cut_few_rows(rows, in_features, int8=int8)
+    transform = cut_few_rows(rows, in_features, len(shards), int8=int8)
     offset_parts = transform.cluster if transform else depth
     transform = transform or cut_rows(rows, in_features, limits)  # refused for int8
     activation_bytes = tokens * _UNIT * (1 if int8 else 2)

@@ -141,8 +141,8 @@ MOST_FEW_IN = _FEW_WARPS * _FEW_SHARING[-1] * _FEW_TRANSFORMS[-1] * BLOCK
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_few_rows(rows: int, in_features: int, *, int8: bool = False) -> InputCut | None:
-    """Divide few rows among the clusters of `FEW`, one a row; None above `MOST_FEW_IN` channels.
+def cut_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = False) -> InputCut | None:
+    """Divide few rows among the clusters of `FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
 
     A warp has one 128-block where a cluster may have so many blocks: what counts is how long the last block takes
     (docs/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
@@ -152,7 +152,7 @@ def cut_few_rows(rows: int, in_features: int, *, int8: bool = False) -> InputCut
     needed = {sharing: -(-in_features // BLOCK // (_FEW_WARPS * sharing)) for sharing in _FEW_SHARING}
     sharing = next((few for few in _FEW_SHARING if needed[few] <= 1), _FEW_SHARING[-1])
     transforms = next(count for count in _FEW_TRANSFORMS if count >= needed[sharing])
-    return InputCut(FEW[transforms, int8], 1, (rows * sharing, 1), 32 * _FEW_WARPS, 0, sharing)
+    return InputCut(FEW[transforms, int8], 1, (rows * sharing, shards), 32 * _FEW_WARPS, 0, sharing)
 
 
 def input_instances(limits: GpuLimits) -> list[Instance]:
