@@ -130,14 +130,17 @@ def test_channels_with_next_to_no_scale_may_hold_anything(library: HostKernels, 
     assert (error <= bounds * norm).all(), error / norm
 
 
-@given(st.integers(1, 20_000), st.integers(1, 224), st.sampled_from([H200, GpuLimits("sm_90a", 16, 232448)]))
-def test_clusters_run_at_once(rows: int, in_blocks: int, limits: GpuLimits) -> None:
-    cut = cut_rotated_rows(rows, BLOCK * in_blocks, limits)
+@given(
+    st.integers(1, 20_000), st.integers(1, 224), st.integers(1, 8),
+    st.sampled_from([H200, GpuLimits("sm_90a", 16, 232448)]),
+)  # fmt: skip
+def test_clusters_run_at_once(rows: int, in_blocks: int, shards: int, limits: GpuLimits) -> None:
+    cut = cut_rotated_rows(rows, BLOCK * in_blocks, limits, shards)
     warps, groups = cut.threads // 32, -(-rows // 8)
-    assert cut.instance == ROTATE[warps] and cut.grid == (groups * cut.cluster, 1)
+    assert cut.instance == ROTATE[warps] and cut.grid == (groups * cut.cluster, shards)
     if cut.cluster > 1:
         most = dict(limits.clusters).get(cut.cluster, limits.multiprocessors // cut.cluster)
-        assert groups <= _RESIDENT[warps] * most
+        assert groups * shards <= _RESIDENT[warps] * most
         assert cut.cluster * warps <= in_blocks  # every warp has a 128-block
 
 

@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import MAX_SHARDS, UNIT_IN, GpuLimits, round_up
+from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
@@ -48,7 +48,7 @@ QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
 
 _MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
-_ROTATED_ROWS, _MOST_SHARING, _QUEUED, _ARRIVED_BYTES = 8, 8, 2, 128  # of prefill_rotate.cu
+_ROTATED_ROWS, _MOST_SHARING, _QUEUED, _LARGEST_BYTES = 8, 8, 2, 128  # of prefill_rotate.cu
 _UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
@@ -120,19 +120,19 @@ def _sharing(groups: int, in_blocks: int, warps: int, limits: GpuLimits) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
-    """Divide ``rows`` rows of ``in_features`` channels among the blocks of `ROTATE`.
+def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits, shards: int = 1) -> InputCut:
+    """Divide ``rows`` rows of ``in_features`` channels among the blocks of `ROTATE`, which have a shard each.
 
     Blocks of 8 warps, but where two of them share rows and come to two thirds of the multiprocessors or more: 16 warps
     then need no cluster for it, or keep twice as many warps busy. Measured on an H200 at 64 to 4096 rows of 4096 to
     14336 channels; each was faster where it is chosen, or both were equal.
     """
     groups, in_blocks, warps = -(-rows // _ROTATED_ROWS), in_features // BLOCK, 8
-    sharing = _sharing(groups, in_blocks, warps, limits)
-    if sharing == 2 and 3 * groups >= limits.multiprocessors:
-        warps, sharing = 16, _sharing(groups, in_blocks, 16, limits)
-    shared = 4 * MAX_SHARDS * _ROTATED_ROWS + _ARRIVED_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
-    return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, 1), _WARP * warps, shared, sharing)
+    sharing = _sharing(groups * shards, in_blocks, warps, limits)
+    if sharing == 2 and 3 * groups * shards >= limits.multiprocessors:
+        warps, sharing = 16, _sharing(groups * shards, in_blocks, 16, limits)
+    shared = _LARGEST_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
+    return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, shards), _WARP * warps, shared, sharing)
 
 
 _FEW_WARPS, _FEW_SHARING, _FEW_TRANSFORMS = 8, (1, 2, 4, 8), (1, 2, 4)

@@ -228,7 +228,7 @@ def plan_prefill(
     finish = (tiles - chosen.whole_tiles) * chosen_kernel.strip, -(-tokens // _FINISHED_TOKENS)
     in_features = shards[0].in_features
     transform = cut_int8_rows(rows, in_features, len(shards)) if int8 else cut_rows(rows, in_features, limits)
-    rotation = cut_rotated_rows(rows, in_features, limits) if limits.warpgroups and not int8 else None
+    rotation = cut_rotated_rows(rows, in_features, limits, len(shards)) if limits.warpgroups and not int8 else None
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)

@@ -56,5 +56,5 @@ inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half
 
 extern "C" void rotate(const PrefillArgs* args) {
     sharing = args->sharing;
-    launch((args->rows + ROWS - 1) / ROWS, 1, sharing * BLOCK_THREADS, sharing * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
+    launch((args->rows + ROWS - 1) / ROWS, args->shard_count, sharing * BLOCK_THREADS, sharing * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
 }
