@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_exl3.cuda import dispatch, gemm, linear, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES
-from vllm_exl3.cuda.gemm_plan import MOST_OF_TWO_KINDS, GemmCut, plan_gemm, units
+from vllm_exl3.cuda.gemm_plan import MOST_OF_TWO_KINDS, GemmPartition, k_blocks, plan_gemm
 from vllm_exl3.cuda.geometry import Form, GpuLimits
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow_partition import NarrowPartition
 from vllm_exl3.cuda.survey import every_kind, typical_limits
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -24,20 +24,22 @@ MUL1, MCG = (8, int(Codebook.MUL1)), (8, int(Codebook.MCG))
 def _as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_EXL3_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    linear._way_to_serve.cache_clear()
+    linear._select_kernel.cache_clear()
     yield
-    linear._way_to_serve.cache_clear()
+    linear._select_kernel.cache_clear()
 
 
 def _layer(width: int, height: int, *kinds: tuple[int, int]) -> tuple[Shard, ...]:
     return tuple(Shard(*kind, width, height, 0, height) for kind in kinds)
 
 
-def _way(shards: tuple[Shard, ...], rows: int, form: Form | None = None, cut: Cut | None = None) -> object:
-    linear._way_to_serve.cache_clear()
+def _selected(
+    shards: tuple[Shard, ...], rows: int, form: Form | None = None, partition: NarrowPartition | None = None
+) -> object:
+    linear._select_kernel.cache_clear()
     settings = (linear.env.batch_invariant(), linear.env.PRECISION.get())
-    way = linear._way_to_serve(shards, rows, shards[0].in_features, H200, settings, form, cut, None)
-    return "launches" if isinstance(way, tuple) else way
+    selected = linear._select_kernel(shards, rows, shards[0].in_features, H200, settings, form, partition, None)
+    return "launches" if isinstance(selected, tuple) else selected
 
 
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672))
@@ -75,28 +77,28 @@ def test_each_number_of_tokens_has_the_kernel_of_the_table(
     shape: tuple[int, int], kinds: list[tuple[int, int]]
 ) -> None:
     layer = _layer(*shape, *kinds)
-    of_the_table = dispatch.gemm_rows("sm_90a", kinds, units(layer) / H200.multiprocessors)
+    of_the_table = dispatch.gemm_rows("sm_90a", kinds, k_blocks(layer) / H200.multiprocessors)
     limit = {1: 129, 2: MOST_OF_TWO_KINDS + 1, 3: 0}[len(kinds)]  # for want of registers
     served = of_the_table[: max(0, limit - of_the_table.start)]
     assert gemm.served_rows(layer, H200, int8=False) == served
     for rows in range(1, 140):
         expected: object = prefill.prefill if prefill.serves(layer, rows, H200) else "launches"
-        assert _way(layer, rows) == (gemm.gemm if rows in served else expected), rows
-    assert _way(layer, 1000) is prefill.prefill
+        assert _selected(layer, rows) == (gemm.gemm if rows in served else expected), rows
+    assert _selected(layer, 1000) is prefill.prefill
 
 
 def test_what_the_table_gives_to_the_gemm_it_serves() -> None:
     """So that the tests above are about something: the large layer at 32 tokens, in both classes of codebooks."""
     for kind in (MUL1, MCG):
-        assert _way(_layer(8192, 28672, kind), 32) is gemm.gemm
-        assert _way(_layer(8192, 28672, kind), 129) is prefill.prefill
-        assert _way(_layer(8192, 28672, kind), 8) == "launches"
+        assert _selected(_layer(8192, 28672, kind), 32) is gemm.gemm
+        assert _selected(_layer(8192, 28672, kind), 129) is prefill.prefill
+        assert _selected(_layer(8192, 28672, kind), 8) == "launches"
 
 
 def test_a_form_or_a_cut_that_is_asked_for_is_what_serves() -> None:
     layer = _layer(8192, 28672, MUL1)
-    assert _way(layer, 32, form=Form(False, 32)) == "launches"
-    assert _way(layer, 16, form=Form(False, 16)) == "launches"
+    assert _selected(layer, 32, form=Form(False, 32)) == "launches"
+    assert _selected(layer, 16, form=Form(False, 16)) == "launches"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 64, 65])
@@ -104,42 +106,44 @@ def test_batch_invariance_leaves_the_gemm_out(monkeypatch: pytest.MonkeyPatch, r
     """It rounds otherwise than the kernels that then serve all batches."""
     layer = _layer(8192, 28672, MUL1)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert _way(layer, rows) == "launches"
+    assert _selected(layer, rows) == "launches"
     assert gemm.instances(layer, H200) == [] and gemm.choose(layer, rows, H200) is None
 
 
-def _is_int8(way: object) -> bool:
-    return isinstance(way, functools.partial) and way.func is gemm.gemm and way.keywords == {"int8": True}
+def _is_int8(selected: object) -> bool:
+    return (
+        isinstance(selected, functools.partial) and selected.func is gemm.gemm and selected.keywords == {"int8": True}
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fast_mode_has_its_own_table(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     layer, coarse = _layer(*shape, MUL1), _layer(*shape, (10, 2))
-    default = {rows: _way(layer, rows) for rows in range(1, 140)}
+    default = {rows: _selected(layer, rows) for rows in range(1, 140)}
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
-    served = dispatch.gemm_rows("sm_90a", [MUL1], units(layer) / H200.multiprocessors, int8=True)
+    served = dispatch.gemm_rows("sm_90a", [MUL1], k_blocks(layer) / H200.multiprocessors, int8=True)
     for rows, before in default.items():
-        way = _way(layer, rows)
+        selected = _selected(layer, rows)
         if rows <= dispatch.FAST_TOKENS:
-            assert way == "launches" and linear.choose_form(layer, rows, H200).fast == (rows > 4)
+            assert selected == "launches" and linear.choose_form(layer, rows, H200).fast == (rows > 4)
         elif prefill_int8.serves(layer, rows, H200):
-            assert way is prefill_int8.prefill_int8
+            assert selected is prefill_int8.prefill_int8
         elif rows in served:
-            assert _is_int8(way)
+            assert _is_int8(selected)
         else:
-            assert way == before
-    assert not any(_is_int8(_way(other, 32)) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
+            assert selected == before
+    assert not any(_is_int8(_selected(other, 32)) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert _way(layer, 32) == "launches"
+    assert _selected(layer, 32) == "launches"
 
 
 def test_fast_mode_of_few_tokens_is_asked_before_the_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the default's table says of so few."""
     monkeypatch.setattr(gemm, "served_rows", lambda *_, int8: range(0) if int8 else range(1, 129))
     layer = _layer(8192, 28672, MUL1)
-    assert _way(layer, 8) is gemm.gemm
+    assert _selected(layer, 8) is gemm.gemm
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
-    assert _way(layer, 8) == "launches" and _way(layer, 9) is gemm.gemm
+    assert _selected(layer, 8) == "launches" and _selected(layer, 9) is gemm.gemm
 
 
 def test_shards_of_different_widths_are_never_one_product() -> None:
@@ -170,6 +174,6 @@ def test_what_serves_was_compiled_while_the_model_loaded(
 def test_a_cut_changes_neither_kernel() -> None:
     layer = _layer(4096, 14336, MUL1)
     ready = set(gemm.instances(layer, H200))
-    for cut in (GemmCut(112, True), GemmCut(100, False)):
-        plan = plan_gemm(layer, 64, 4096, H200, cut)
+    for partition in (GemmPartition(112, True), GemmPartition(100, False)):
+        plan = plan_gemm(layer, 64, 4096, H200, partition)
         assert {plan.instance, plan.transform.instance} <= ready

@@ -57,9 +57,9 @@ def device(
 ) -> Iterator[NotingDevice]:
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_EXL3_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    linear._way_to_serve.cache_clear()
+    linear._select_kernel.cache_clear()
     yield in_place_of_the_device(NotingDevice())
-    linear._way_to_serve.cache_clear()
+    linear._select_kernel.cache_clear()
 
 
 def call(
@@ -128,7 +128,7 @@ def test_windows_follow_one_another(device: NotingDevice, monkeypatch: pytest.Mo
 def test_a_launch_without_scratch_has_no_more_row_tiles_than_a_grid_takes() -> None:
     shards, limits = (Shard(8, 2, 4096, 4096, 0, 4096),), GpuLimits("sm_100a", 148, 232448, ((2, 74), (4, 36), (8, 16)))
     assert linear.plan(shards, 16, 4096, Form(False, 16), limits).scratch == 0  # a cluster's sums stay in its memory
-    (whole, _), (rest, launch) = linear._way_to_serve(
+    (whole, _), (rest, launch) = linear._select_kernel(
         shards, 1 << 20, 4096, limits, (True, "default"), Form(False, 16), None, None
     )
     assert (whole.start, whole.stop, rest.start) == (0, 65535 * 16, 65535 * 16)

@@ -81,7 +81,7 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
     """Sizes by the worst routing: all slots of a few experts, or one row over a full block in each."""
     for tokens in (1, 7, 300):
         made, shape = plan(name, tokens, form), LAYERS[name]
-        parts, fact_rows = made.scratch.parts, made.scratch.fact_rows
+        parts, info_rows = made.scratch.parts, made.scratch.info_rows
         ends = sorted({*parts.values(), made.scratch.size})
         sizes = {part: next((end for end in ends if end > at), at) - at for part, at in parts.items()}
         slots, padding = tokens * shape.top_k, made.values["row_padding"]
@@ -91,7 +91,7 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
             assert sizes["blocks"] >= 16 * sum(math.ceil(count / least) for count in counts)
             rows = sum(math.ceil(count / padding) * padding for count in counts)
             assert made.values["padded_rows"] >= rows
-            assert sizes["order"] >= 4 * rows
+            assert sizes["sorted_slots"] >= 4 * rows
             first, second = made.stages
             outputs = rows if form.wide else slots
             item = 2 if form.wide else 4
@@ -99,8 +99,8 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
             assert sizes["out_0"] >= item * outputs * first["projections"] * first["out_features"]
             # Sums are read in groups of a form's rows, beyond the last.
             beyond = form.tile_rows if form.wide else 0
-            assert fact_rows >= outputs
-            assert sizes["sums"] >= 4 * (fact_rows * (first["projections"] + 1) + beyond)
+            assert info_rows >= outputs
+            assert sizes["sums"] >= 4 * (info_rows * (first["projections"] + 1) + beyond)
             assert sizes["rows_0"] >= 2 * rows * first["projections"] * first["in_features"]
             assert sizes["rows_1"] >= 2 * rows * second["in_features"]
         assert sizes["row_largest"] >= 4 * tokens
@@ -157,8 +157,8 @@ def test_the_ring_is_deep_enough_at_every_rate() -> None:
                 # decoding runs one slot ahead of the products, and one more is on its way
                 values = plan_moe(shape, 100, form, 64, H200).values
                 one = 4 * values["weight_pitch"] + values["activation_stride"]
-                assert values["ring_stages"] >= 3
-                assert values["ring_stages"] * values["ring_stride"] >= 4 * one
+                assert values["pipeline_stages"] >= 3
+                assert values["pipeline_stages"] * values["stage_stride"] >= 4 * one
 
 
 def test_precompiling_knows_what_a_packs_experts_mix() -> None:

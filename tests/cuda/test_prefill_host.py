@@ -23,7 +23,7 @@ ASSEMBLY = {
     "st.shared.f32": "memcpy(shared_base + address + 4 * OFFSET, &value, 4)",
     "cp.async.wait_all": "(void)0",
     "max.NaN.f32": "result = std::isnan(most) || std::isnan(value) ? NAN : max(most, fabsf(value))",
-    "cp.async.ca.shared.global": "staging.undo[i] = args.scales[shard_index * args.rows + first_row + i]",
+    "cp.async.ca.shared.global": "staging.descale[i] = args.scales[shard_index * args.rows + first_row + i]",
 }
 """What stands for an instruction on the host; the packed conversion, which two places use, is matched by operands."""
 
@@ -63,7 +63,17 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "finish.h").write_text(_inlined("prefill_finish.cu", seen))
     source, target = Path(__file__).parent / "prefill_host.cpp", folder / "prefill"
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-w", "-DINSTANCE_PARTS=HalfParts", f"-I{folder}", str(source), "-o", str(target)],
+        [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-DINSTANCE_PARTIALS=HalfPartials",
+            f"-I{folder}",
+            str(source),
+            "-o",
+            str(target),
+        ],
         check=True,
     )
     return target
@@ -93,8 +103,8 @@ def test_a_fused_layer(program: Path, tokens: int, rows: int, ranges: int | None
     plan = plan_prefill(shards, rows, width, GPU, tokens, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     transform = [plan.transform.grid[0], plan.transform.threads, plan.transform.shared]
-    cut_tiles = arguments.strips * arguments.row_tiles - arguments.whole_tiles
-    finish = (cut_tiles * arguments.strip_blocks, -(-tokens // 64)) if arguments.ranges else (0, 0)
+    cut_tiles = arguments.n_tiles * arguments.row_tiles - arguments.whole_tiles
+    finish = (cut_tiles * arguments.n_blocks, -(-tokens // 64)) if arguments.ranges else (0, 0)
     numbers = [tokens, plan.grid // plan.cluster, rows, *transform, *finish]
     data = [bytes(arguments), np.array(numbers, np.uint32), x, *suh, *svh, bias, dense]
     output = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the kernels are told: forms, launch arguments, and where a fused layer's shards lie.
+"""Launch arguments of the kernels: forms, launch arguments, and where a fused layer's shards lie.
 
 Arithmetic on shapes, without torch or a GPU; `ShardArgs` and `LinearArgs` mirror ``kernels/problem.cuh`` field by
 field.
@@ -16,10 +16,10 @@ from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = [
+    "BLOCK_K",
     "HALF_TILES",
     "MAX_SHARDS",
     "ROW_PAD",
-    "UNIT_IN",
     "Arithmetic",
     "Codes",
     "Form",
@@ -39,8 +39,8 @@ __all__ = [
 MAX_SHARDS = 8
 """Shards that one launch serves."""
 
-UNIT_IN, HALF_TILES, ROW_PAD = 64, 4, 32
-"""Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after each row."""
+BLOCK_K, HALF_TILES, ROW_PAD = 64, 4, 32
+"""Of problem.cuh and pipeline.cuh: input channels of a k block, tile columns of half of one, bytes after each row."""
 
 _NARROW, _SCRATCH_ALIGN = 16, 256
 
@@ -148,7 +148,7 @@ class ShardArgs(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
         *fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *fields(ctypes.c_uint32, "half_bits", "first_unit", "first_strip", "activation_block"),
+        *fields(ctypes.c_uint32, "half_bits", "first_k_block", "first_n_tile", "activation_block"),
     )
 
 
@@ -161,13 +161,15 @@ class LinearArgs(ctypes.Structure):
         *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
         *fields(ctypes.c_int64, "x_stride", "out_stride"),
         *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
-        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "parts", "range_units", "longer_ranges"),
+        *fields(
+            ctypes.c_uint32, "x_type", "out_type", "bias_type", "transform_blocks", "range_k_blocks", "longer_ranges"
+        ),
         *fields(
             ctypes.c_uint32,
-            "total_strips",
-            "strip_tiles",
+            "n_tiles",
+            "n_tile_columns",
             "partial_stride",
-            "ring_units",
+            "pipeline_stages",
             "half_stride",
             "activation_stride",
         ),

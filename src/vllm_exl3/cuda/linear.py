@@ -10,8 +10,8 @@ from vllm_exl3.cuda import dispatch, gemm, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.binding import bind, check_bias, check_flat, flat_sizes
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan
-from vllm_exl3.cuda.narrow import MANY, plan_narrow, serves_many
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow import NARROW_32, plan_narrow, serves_narrow_32
+from vllm_exl3.cuda.narrow_partition import NarrowPartition
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, cached_shards
 
@@ -33,7 +33,7 @@ def linear(
     shards: Sequence[int],
     *,
     form: Form | None = None,
-    cut: Cut | None = None,
+    partition: NarrowPartition | None = None,
     rotated: bool | None = None,
 ) -> torch.Tensor:
     """y = ((x·suh) H W H)·svh + bias for every shard, side by side.
@@ -46,7 +46,7 @@ def linear(
         bias: ``[sum of crop sizes]`` or None.
         shards: as `ops.shards.pack_shards` makes it.
         form: how to multiply; chosen by the dispatch table when None.
-        cut: how the narrow kernel divides the work; chosen by modelled time when None.
+        partition: how the narrow kernel divides the work; chosen by modelled time when None.
         rotated: whether a kernel before it rotates the input; chosen by modelled time when None. It changes no bit.
 
     Returns:
@@ -65,7 +65,7 @@ def linear(
     if out.shape[0] == 0:
         return out
     if len(every) <= MAX_SHARDS:
-        _linear_group(x, trellis, suh, svh, bias, every, out, form, cut, rotated)
+        _linear_group(x, trellis, suh, svh, bias, every, out, form, partition, rotated)
         return out
     column = trellis_at = suh_at = svh_at = 0
     for start in range(0, len(every), MAX_SHARDS):
@@ -80,7 +80,7 @@ def linear(
             group,
             out[:, column : column + width],
             form,
-            cut,
+            partition,
             rotated,
         )
         column += width
@@ -104,38 +104,38 @@ def _linear_group(
     shards: tuple[Shard, ...],
     out: torch.Tensor,
     form: Form | None,
-    cut: Cut | None,
+    partition: NarrowPartition | None,
     rotated: bool | None,
 ) -> None:
     device = runtime.device(x.device.index)
-    way = _way_to_serve(
+    selected = _select_kernel(
         shards,
         x.shape[0],
         x.shape[1],
         device.limits,
         (env.batch_invariant(), env.PRECISION.get()),
         form,
-        cut,
+        partition,
         rotated,
     )
-    if not isinstance(way, tuple):
-        way(x, trellis, suh, svh, bias, shards, out)
-    elif len(way) == 1:  # a slice of everything takes as long as a launch
-        _launch(device, way[0][1], x, trellis, suh, svh, bias, out)
+    if not isinstance(selected, tuple):
+        selected(x, trellis, suh, svh, bias, shards, out)
+    elif len(selected) == 1:  # a slice of everything takes as long as a launch
+        _launch(device, selected[0][1], x, trellis, suh, svh, bias, out)
     else:
-        for rows, launch in way:
+        for rows, launch in selected:
             _launch(device, launch, x[rows], trellis, suh, svh, bias, out[rows])
 
 
 @functools.lru_cache(maxsize=4096)
-def _way_to_serve(
+def _select_kernel(
     shards: tuple[Shard, ...],
     rows: int,
     in_width: int,
     limits: GpuLimits,
     settings: tuple[bool, str],
     form: Form | None,
-    cut: Cut | None,
+    partition: NarrowPartition | None,
     rotated: bool | None,
 ) -> Callable[..., None] | tuple[tuple[slice, LinearPlan], ...]:
     """The GEMM or a prefill kernel, or which rows each launch serves; kept, since eager mode asks in every call.
@@ -147,10 +147,10 @@ def _way_to_serve(
         limits: the GPU.
         settings: what the process's environment says of arithmetic, on which the answer depends.
         form: see `linear`.
-        cut: see `linear`.
+        partition: see `linear`.
         rotated: see `linear`.
     """
-    if form is None and cut is None:
+    if form is None and partition is None:
         if prefill_int8.serves(shards, rows, limits):
             return prefill_int8.prefill_int8
         if (chosen := gemm.choose(shards, rows, limits)) is not None:
@@ -162,7 +162,7 @@ def _way_to_serve(
     return tuple(
         (
             slice(first, first + window),
-            plan(shards, min(window, rows - first), in_width, form, limits, cut, rotated),
+            plan(shards, min(window, rows - first), in_width, form, limits, partition, rotated),
         )
         for first in range(0, rows, window)
     )
@@ -173,8 +173,8 @@ def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form
     fast = rows <= dispatch.FAST_TOKENS and prefill_int8.fast(shards)
     one_class = env.batch_invariant()
     form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
-    many = form.wide and rows <= MANY.tile_rows and not one_class
-    return MANY if many and serves_many(shards, rows, limits) else form
+    many = form.wide and rows <= NARROW_32.tile_rows and not one_class
+    return NARROW_32 if many and serves_narrow_32(shards, rows, limits) else form
 
 
 def plan(
@@ -183,13 +183,13 @@ def plan(
     in_width: int,
     form: Form,
     limits: GpuLimits,
-    cut: Cut | None = None,
+    partition: NarrowPartition | None = None,
     rotated: bool | None = None,
 ) -> LinearPlan:
     """The launch that serves ``rows`` tokens of a fused linear in a form."""
     if form.wide:
         return plan_wide(shards, rows, in_width, form, limits)
-    return plan_narrow(shards, rows, in_width, form, limits, cut, rotated)
+    return plan_narrow(shards, rows, in_width, form, limits, partition, rotated)
 
 
 def _window_rows(shards: tuple[Shard, ...], in_width: int, form: Form, limits: GpuLimits) -> int:

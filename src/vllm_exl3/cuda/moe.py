@@ -27,8 +27,8 @@ from vllm_exl3.cuda.moe_plan import (
     GROUP_ROWS,
     ROUTE,
     ROWS,
+    SCHEDULE,
     SWIGLU_ROWS,
-    TURNS,
     MoePlan,
     plan_moe,
 )
@@ -191,5 +191,5 @@ def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
     forms = moe_dispatch.every_form(layer, limits)
     gemms = [gemm_instance(layer.codes, form) for form in forms]
     gemms += [gemm_instance(layer.codes, form, alone=True) for form in forms if exact(layer.codes, form)]
-    grouped = [COUNT, ROUTE, TURNS, *GROUP_ROWS, SWIGLU_ROWS, COMBINE_ROWS] if limits.warpgroups else []
+    grouped = [COUNT, ROUTE, SCHEDULE, *GROUP_ROWS, SWIGLU_ROWS, COMBINE_ROWS] if limits.warpgroups else []
     return [ROWS, COMBINE, *grouped, *gemms]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, Codes, GpuLimits
+from vllm_exl3.cuda.geometry import BLOCK_K, ROW_PAD, Arithmetic, Codes, GpuLimits
 from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
 from vllm_exl3.pack.stored import Codebook
 
@@ -22,7 +22,7 @@ _LIGHT_HALF_BITS = 8
 """Up to this 2·K the identities of four rows need no more than 80 registers."""
 
 _BARRIER_BYTES, _SLOTS = 512, 12
-"""Of moe_ring.cuh: bytes before the ring, slots in it at most."""
+"""Of moe_ring.cuh: bytes before the pipeline, slots in it at most."""
 
 _SHARED_MEMORY, _BLOCK_RESERVE = 227 << 10, 1 << 10
 """Shared memory of a block on the GPUs that have wgmma, and what is taken for each block besides."""
@@ -95,7 +95,10 @@ def gemm_instance(codes: Codes, form: MoeForm, *, alone: bool = False) -> Instan
         )
         if form.cluster > 1:
             return Instance("moe_cluster.cu", "exl3_moe_cluster", (("INSTANCE_CLUSTER", str(form.cluster)), *macros))
-        held = (("INSTANCE_BLOCKS", str(_wide_blocks(codes, form))), ("INSTANCE_UNITS", str(_ring(codes, form)[0])))
+        held = (
+            ("INSTANCE_BLOCKS", str(_wide_blocks(codes, form))),
+            ("INSTANCE_K_BLOCKS", str(_pipeline(codes, form)[0])),
+        )
         return Instance("moe_wide.cu", "exl3_moe_wide", (*held, *macros))
     macros = (
         ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
@@ -128,18 +131,18 @@ def _wide_blocks(codes: Codes, form: MoeForm) -> int:
     return min(_WIDE_BLOCKS[form.tile_rows], fewer)
 
 
-def _ring(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
-    """Units of a slot, and the ring's fields of `MoeArgs`. Units share a slot only where three such slots fit."""
+def _pipeline(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
+    """K blocks of a stage, and the pipeline's fields of `MoeArgs`: several a stage only where three such stages fit."""
     pitch = 8 * 16 * max(half_bits for half_bits, _ in codes) + ROW_PAD
-    activations = form.tile_rows * UNIT_IN * 2
+    activations = form.tile_rows * BLOCK_K * 2
     held = _wide_blocks(codes, form)
     room = (_SHARED_MEMORY + _BLOCK_RESERVE) // held - _BLOCK_RESERVE - _BARRIER_BYTES
     spare = form.tile_rows == 32 or held == 2  # registers
-    units = 2 if spare and room // (2 * (4 * pitch + activations)) >= 3 else 1
-    stride = units * (4 * pitch + activations)
+    k_blocks = 2 if spare and room // (2 * (4 * pitch + activations)) >= 3 else 1
+    stride = k_blocks * (4 * pitch + activations)
     slots = min(_SLOTS, room // stride)
-    return units, {
-        "ring_stages": slots, "ring_stride": stride, "weight_pitch": pitch, "activation_stride": activations,
+    return k_blocks, {
+        "pipeline_stages": slots, "stage_stride": stride, "weight_pitch": pitch, "activation_stride": activations,
     }  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
     if not form.wide:
         values = {"thin_rows": form.tile_rows, "row_padding": 1, "grouped": 0}
         return Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
-    _, ring = _ring(layer.codes, form)
+    _, ring = _pipeline(layer.codes, form)
     values = {"thin_rows": form.tile_rows // 2, "row_padding": _GROUP_ROWS, "grouped": 1, **ring}
     threads = _PAIR_THREADS + (_FETCHERS if form.cluster > 1 else 0)
     resident = _wide_blocks(layer.codes, form) * limits.multiprocessors // form.cluster
@@ -162,5 +165,5 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
             "many share a row block. Serve on a GPU, or a part of one, that has them, or with "
             "VLLM_EXL3_MOE_KERNEL=reference and --enforce-eager."
         )
-    shared = _BARRIER_BYTES + ring["ring_stages"] * ring["ring_stride"]
+    shared = _BARRIER_BYTES + ring["pipeline_stages"] * ring["stage_stride"]
     return Gemm(threads, shared, resident, form.cluster, values)

@@ -1,4 +1,4 @@
-"""What the kernels of routed experts are told, and what of a layer decides which of them serve it.
+"""Launch arguments of the kernels of routed experts, and what of a layer decides which of them serve it.
 
 Without torch or a GPU; `MoeStage` and `MoeArgs` mirror ``kernels/moe_problem.cuh`` field by field.
 """
@@ -33,7 +33,7 @@ class MoeStage(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out", "turns"),
+        *fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "descale", "sums", "out", "schedule"),
         *fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
     )
 
@@ -44,14 +44,25 @@ class MoeArgs(ctypes.Structure):
     __slots__ = ()
     _fields_ = (
         ("stages", MoeStage * 2),
-        *fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
+        *fields(
+            ctypes.c_uint64,
+            "table",
+            "x",
+            "out",
+            "weights",
+            "ids",
+            "expert_map",
+            "sorted_slots",
+            "slot_positions",
+            "blocks",
+        ),
         *fields(ctypes.c_uint64, "chunks", "list_sizes", "totals", "row_largest"),
         *fields(ctypes.c_uint64, "scale_largest", "starts"),
         *fields(ctypes.c_int64, "x_stride", "out_stride"),
         *fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
         *fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
-        *fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "keep_hidden", "ring_stages"),
-        *fields(ctypes.c_uint32, "ring_stride", "weight_pitch", "activation_stride", "weight_on_input"),
+        *fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "keep_hidden", "pipeline_stages"),
+        *fields(ctypes.c_uint32, "stage_stride", "weight_pitch", "activation_stride", "weight_on_input"),
         *fields(ctypes.c_uint32, "activation"),
         *fields(ctypes.c_float, "alpha", "beta", "limit"),
     )

@@ -17,8 +17,8 @@ __all__ = [
     "GROUP_ROWS",
     "ROUTE",
     "ROWS",
+    "SCHEDULE",
     "SWIGLU_ROWS",
-    "TURNS",
     "Launch",
     "MoePlan",
     "plan_moe",
@@ -35,14 +35,14 @@ SWIGLU_ROWS = Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_S
 
 COUNT = Instance("moe_route.cu", "exl3_moe_count")
 ROUTE = Instance("moe_route.cu", "exl3_moe_route")
-TURNS = Instance("moe_turns.cu", "exl3_moe_turns")
+SCHEDULE = Instance("moe_turns.cu", "exl3_moe_schedule")
 """The order of work where rows are grouped and kinds mix."""
 
 COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
 COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
 """The weighted sum where rows are grouped."""
 
-_ROW_THREADS, _TURN_THREADS, _COMBINE_ROWS_THREADS = 256, 1024, 128
+_ROW_THREADS, _SCHEDULE_THREADS, _COMBINE_ROWS_THREADS = 256, 1024, 128
 """Of moe_rows.cuh, moe_turns.cu and moe_combine_rows.cu."""
 
 _COMBINE_THREADS, _COMBINE_CHANNELS = 256, 1024
@@ -211,7 +211,7 @@ def _sorting(layer: Layer, tokens: int, work: Work) -> tuple[list[Launch], int]:
     if blocks > 1:
         launches.insert(0, Launch(COUNT, (blocks, 1), 32 * warps, 4 * layer.experts))
     if work.by_kind:
-        launches.append(Launch(TURNS, (2, 1), _TURN_THREADS))
+        launches.append(Launch(SCHEDULE, (2, 1), _SCHEDULE_THREADS))
     return launches, blocks
 
 

@@ -13,7 +13,7 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill import prefill
 from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, QUANTIZE
-from vllm_exl3.cuda.prefill_plan import INT8_FINISH, INT8_TILES, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.prefill_plan import INT8_FINISH, INT8_TILES, GemmPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -65,7 +65,7 @@ def plan(
     limits: GpuLimits,
     tokens: int | None = None,
     ranges: int | None = None,
-) -> PrefillPlan:
+) -> GemmPlan:
     """The launch that serves ``rows`` tokens; arguments as `plan_prefill` takes them."""
     return plan_prefill(shards, rows, in_width, limits, tokens, ranges, int8=True)
 
@@ -101,7 +101,7 @@ def prefill_int8(
         shards: at most `geometry.MAX_SHARDS`, which `refusal` does not refuse.
         out: ``[M, sum of crop sizes]``, rows may be strided.
         tokens: tokens of a tile; chosen by cost when None.
-        ranges: how finely what does not fill the GPU is cut; chosen by cost when None.
+        ranges: how finely what does not fill the GPU is split; chosen by cost when None.
 
     Raises:
         ValueError: the shards cannot be served so.

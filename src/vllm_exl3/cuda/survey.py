@@ -7,7 +7,7 @@ from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
-from vllm_exl3.cuda.prefill_input import FEW
+from vllm_exl3.cuda.prefill_input import ROTATE_FEW
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
@@ -96,9 +96,9 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
             for shards in (small, large):
                 found += plan(shards, form.tile_rows, shards[0].in_features, form, limits).instances
         if multiplied := gemm.instances(large, limits):
-            rounded = {int8 for (_, int8), instance in FEW.items() if instance in multiplied}
+            rounded = {int8 for (_, int8), instance in ROTATE_FEW.items() if instance in multiplied}
             # Which of them rotates depends on the input's width.
-            found += [*multiplied, *(instance for (_, int8), instance in FEW.items() if int8 in rounded)]
+            found += [*multiplied, *(instance for (_, int8), instance in ROTATE_FEW.items() if int8 in rounded)]
         found += prefill.instances(small, limits)
         found += prefill_int8.instances(small, limits)
     return list(dict.fromkeys(found))

@@ -10,7 +10,7 @@ import torch
 
 from vllm_exl3.cuda import linear, prefill_int8, runtime
 from vllm_exl3.cuda.geometry import Form
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow_partition import NarrowPartition
 from vllm_exl3.ops.shards import Shard, pack_shards
 
 __all__ = [
@@ -123,12 +123,24 @@ class Rotation:
         self.layout = tuple(pack_shards([self.shard]))
 
     def time(
-        self, x: torch.Tensor, form: Form | None = None, cut: Cut | None = None, rotated: bool | None = None
+        self,
+        x: torch.Tensor,
+        form: Form | None = None,
+        partition: NarrowPartition | None = None,
+        rotated: bool | None = None,
     ) -> float:
         """Microseconds of one linear."""
         return replayed(
             lambda i: linear.linear(
-                x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form, cut=cut, rotated=rotated
+                x,
+                self.trellis[i],
+                self.suh,
+                self.svh,
+                None,
+                self.layout,
+                form=form,
+                partition=partition,
+                rotated=rotated,
             ),
             self.copies,
         )

@@ -72,7 +72,7 @@ extern "C" int is_complemented(u32 k) { return complemented(k); }
 extern "C" void constants(float* out) { out[0] = BYTE_SUM_SCALE, out[1] = BYTE_SUM_OFFSET, out[2] = COMPLEMENT_OFFSET; }
 
 // A variable in shared memory that every block of a cluster has.
-static unsigned sharing;
+static unsigned cluster_size;
 static unsigned rank_of_thread() { return running / 256; }
 template <class T>
 struct OfBlock {
@@ -102,13 +102,13 @@ inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx_
 #undef blockDim
 #undef SHARED_TYPE
 #define threadIdx (Index{unsigned(running) % 256})
-#define blockIdx (Index2{block_x * sharing + rank_of_thread(), block_y})
+#define blockIdx (Index2{block_x * cluster_size + rank_of_thread(), block_y})
 #define blockDim (Index{256})
 #define SHARED_TYPE(T) OfBlock<T>
 #define __syncthreads meet_block
 #define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
 #define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
-#define shared_of address_in
+#define map_to_rank address_in
 
 #define INSTANCE_TRANSFORMS 1
 #define INSTANCE_BYTES 0
@@ -135,8 +135,8 @@ namespace four {
 
 // With one 128-block a warp, or four, or one that is rounded to int8.
 extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes) {
-    sharing = args->sharing;
-    launch(args->rows, 1, 256 * sharing, SHARED_BYTES, [=] {
+    cluster_size = args->cluster_size;
+    launch(args->rows, 1, 256 * cluster_size, SHARED_BYTES, [=] {
         if (to_bytes) bytes::rotate_bytes(*args);
         else if (transforms == 1) one::rotate_one(*args);
         else four::rotate_four(*args);

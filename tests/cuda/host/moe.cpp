@@ -62,7 +62,7 @@ extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_
         else if (kernel == 9) mixed ? wide<64, true>(*args) : wide<64, false>(*args);
         else if (kernel == 10) mixed ? cluster<256, true>(*args) : cluster<256, false>(*args);
         else if (kernel == 11) mixed ? cluster<128, true>(*args) : cluster<128, false>(*args);
-        else if (kernel == 12) exl3_moe_turns(*args);
+        else if (kernel == 12) exl3_moe_schedule(*args);
         else group_rows_2(*args);
         // Launches read ahead what the one before last wrote (moe_begin.cuh).
         if (!waited[running]) stop("a thread ended without waiting for the launch before");

@@ -42,7 +42,7 @@ extern "C" void run_quotient(const u32* n, const u32* d, u32* out, u32 count) {
     for (u32 i = 0; i < count; ++i) out[i] = quotient(n[i], d[i]);
 }
 extern "C" void run_over(const u32* n, const u32* inverses, u32* out, u32 count) {
-    for (u32 i = 0; i < count; ++i) out[i] = over(n[i], inverses[i]);
+    for (u32 i = 0; i < count; ++i) out[i] = fast_divide(n[i], inverses[i]);
 }
 
 template <int CODEBOOK, int HALF_BITS>

@@ -4,10 +4,10 @@
 
 // Clusters of one block.
 inline u32 rank_of_one() { return 0; }
-#define rank_in_cluster rank_of_one
-#define sync_cluster __syncthreads
-#define mbarrier_arrive_at(barrier, rank) mbarrier_arrive(barrier)
-#define copy_to_cluster(target, source, bytes, barrier, blocks) copy_to_shared(target, source, bytes, barrier)
+#define cluster_rank rank_of_one
+#define cluster_sync __syncthreads
+#define mbarrier_arrive_remote(barrier, rank) mbarrier_arrive(barrier)
+#define bulk_copy_multicast(target, source, bytes, barrier, blocks) bulk_copy(target, source, bytes, barrier)
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
@@ -25,7 +25,7 @@ template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
 #include "prefill.cuh"
-#define INSTANCE_PARTS HalfParts
+#define INSTANCE_PARTIALS HalfPartials
 #include "prefill_finish.cu"
 #include "prefill_transform.cu"
 

@@ -3,10 +3,10 @@
 #include "barrier.cuh"
 
 // Of clusters, which are not run here.
-#define copy_to_cluster(...) stop("clusters")
-#define mbarrier_arrive_at(...) stop("clusters")
-#define rank_in_cluster() (stop("clusters"), 0u)
-#define sync_cluster() stop("clusters")
+#define bulk_copy_multicast(...) stop("clusters")
+#define mbarrier_arrive_remote(...) stop("clusters")
+#define cluster_rank() (stop("clusters"), 0u)
+#define cluster_sync() stop("clusters")
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int = 0) {}
@@ -32,7 +32,7 @@ template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
 #include "prefill_int8.cuh"
-#define INSTANCE_PARTS IntParts
+#define INSTANCE_PARTIALS IntPartials
 #include "prefill_finish.cu"
 #include "prefill_quantize.cu"
 

@@ -13,4 +13,4 @@ inline void multiply_shared(float (&d)[32], u64 a, u64 b) {
     for (int j = 0; j < 32; ++j)
         for (int k = 0; k < 16; ++k) d[j] += operand_at(a, first + 8 * (j % 4 / 2), k) * operand_at(b, j / 4 * 8 + lane % 4 * 2 + j % 2, k);
 }
-inline void fence_async() {}
+inline void fence_proxy_async() {}

@@ -1,7 +1,7 @@
-// The products of one segment: wgmma on weights that the warps decode into registers as its A operand, 64 k at a time.
+// The products of one work tile: wgmma on weights that the warps decode into registers as its A operand, 64 k at a time.
 //
 // A warpgroup holds 64 output channels, one tile column a warp. It decodes the weights of one step of 64 k while the four products of the
-// step before run; sums stay in the same registers over all of a segment. While the tensor cores are active every integer pipe issues at
+// step before run; sums stay in the same registers over all of a work tile. While the tensor cores are active every integer pipe issues at
 // half its rate, wherever operands lie, so warps that only decode, or operands in shared memory, gain nothing (docs/kernels-gpu.md).
 #pragma once
 #include "fragments.cuh"
@@ -20,8 +20,8 @@ struct GemmKind {
     using Window = ::Window<HALF_BITS>;
     using Sum = typename ::Sum<ARITHMETIC>::type;
 };
-// Bytes of a token's activations of a unit.
-template <class K> constexpr u32 token_bytes = K::bytes ? GEMM_UNIT : 2 * GEMM_UNIT;
+// Bytes of a token's activations of a k block.
+template <class K> constexpr u32 token_bytes = K::bytes ? GEMM_BLOCK_K : 2 * GEMM_BLOCK_K;
 
 // States P and P + 1 of a lane's 32 as two fp16, of k and k + 1 of its k-tile.
 template <class K, int P, u32 k>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void decode_products(u32 (&a)[K::products][4], const 
     if constexpr (K::products == 4) decode_product<K, 2>(a[2], words), decode_product<K, 3>(a[3], words);
 }
 
-// The lane's words of step STEP of the unit in the ring.
+// The lane's words of step STEP of the k block in the pipeline.
 template <class K, int STEP>
 __device__ __forceinline__ void load_step(u32 (&words)[K::Window::words], u32 stage, int warp, int lane) {
     constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 16 * tile_bytes + GEMM_ROW_PAD;
@@ -77,9 +77,9 @@ __device__ __forceinline__ void multiply_step(typename K::Sum (&sums)[TOKENS / 2
     for (int i = 0; i < K::Window::words; ++i) asm volatile("" : "+r"(words[i]));
 }
 
-// Waits for the last products, and releases their unit.
+// Waits for the last products, and releases their k block.
 template <class K, int TOKENS>
-__device__ __forceinline__ void end_products(typename K::Sum (&sums)[TOKENS / 2], u32 release, int lane) {
+__device__ __forceinline__ void finish_products(typename K::Sum (&sums)[TOKENS / 2], u32 release, int lane) {
     warpgroup_wait();
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {  // else additions move ahead of the wait
@@ -89,68 +89,68 @@ __device__ __forceinline__ void end_products(typename K::Sum (&sums)[TOKENS / 2]
     if (lane == 0) mbarrier_arrive(release);
 }
 
-// sums += the products of `units` units, of which the ring holds the first next.
+// sums += the products of `k_blocks` k blocks, of which the pipeline holds the first next.
 template <class K, int TOKENS>
-__device__ __forceinline__ void multiply_units(typename K::Sum (&sums)[TOKENS / 2], GemmRing& ring, u32 units, int warp, int lane) {
+__device__ __forceinline__ void multiply_k_blocks(typename K::Sum (&sums)[TOKENS / 2], GemmPipeline& pipeline, u32 k_blocks, int warp, int lane) {
     constexpr u32 STEP = TOKENS * token_bytes<K> / 2 / 16;  // of a descriptor
     u32 even[K::products][4], odd[K::products][4], words[K::Window::words];
-    ring.wait_full();
-    load_step<K, 0>(words, ring.stage, warp, lane);
+    pipeline.wait_full();
+    load_step<K, 0>(words, pipeline.stage, warp, lane);
     decode_products<K>(even, words);
-    u32 release = 0;  // the barrier of the unit before, whose last products may still run
+    u32 release = 0;  // the barrier of the k block before, whose last products may still run
 #pragma unroll 1
     while (true) {
-        const u32 b = u32(matrix_descriptor<TOKENS * 16>(ring.activations()));
-        load_step<K, 1>(words, ring.stage, warp, lane);
+        const u32 b = u32(matrix_descriptor<TOKENS * 16>(pipeline.activations()));
+        load_step<K, 1>(words, pipeline.stage, warp, lane);
         multiply_step<K, TOKENS>(sums, even, b, words);
         if (release && lane == 0) mbarrier_arrive(release);
         decode_products<K>(odd, words);
-        release = ring.release_barrier();
-        ring.next();
-        if (--units == 0) {
+        release = pipeline.empty_barrier();
+        pipeline.next();
+        if (--k_blocks == 0) {
             multiply_step<K, TOKENS>(sums, odd, b + STEP, words);
             break;
         }
-        ring.wait_full();
-        load_step<K, 0>(words, ring.stage, warp, lane);
+        pipeline.wait_full();
+        load_step<K, 0>(words, pipeline.stage, warp, lane);
         multiply_step<K, TOKENS>(sums, odd, b + STEP, words);
         decode_products<K>(even, words);
     }
-    end_products<K, TOKENS>(sums, release, lane);
+    finish_products<K, TOKENS>(sums, release, lane);
 }
 
 // The same with half of a step's products at once, for which many tokens leave registers.
 template <class K, int TOKENS>
-__device__ __forceinline__ void multiply_halves(typename K::Sum (&sums)[TOKENS / 2], GemmRing& ring, u32 units, int warp, int lane) {
+__device__ __forceinline__ void multiply_half_steps(typename K::Sum (&sums)[TOKENS / 2], GemmPipeline& pipeline, u32 k_blocks, int warp, int lane) {
     constexpr u32 STEP = TOKENS * token_bytes<K> / 2 / 16, HALF = STEP / 2;  // of a descriptor
     u32 even[2][4], odd[2][4], words[K::Window::words];
     const auto first = [&] { decode_product<K, 0>(even[0], words), decode_product<K, 1>(even[1], words); };
     const auto second = [&] { decode_product<K, 2>(odd[0], words), decode_product<K, 3>(odd[1], words); };
-    ring.wait_full();
-    load_step<K, 0>(words, ring.stage, warp, lane);
+    pipeline.wait_full();
+    load_step<K, 0>(words, pipeline.stage, warp, lane);
     first();
-    u32 release = 0;  // the barrier of the unit before, whose last products may still run
+    u32 release = 0;  // the barrier of the k block before, whose last products may still run
 #pragma unroll 1
     while (true) {
-        const u32 b = u32(matrix_descriptor<TOKENS * 16>(ring.activations()));
+        const u32 b = u32(matrix_descriptor<TOKENS * 16>(pipeline.activations()));
         multiply_step<K, TOKENS>(sums, even, b, words);
         if (release && lane == 0) mbarrier_arrive(release);
         second();
-        load_step<K, 1>(words, ring.stage, warp, lane);
+        load_step<K, 1>(words, pipeline.stage, warp, lane);
         multiply_step<K, TOKENS>(sums, odd, b + HALF, words);
         first();
         multiply_step<K, TOKENS>(sums, even, b + STEP, words);
         second();
-        release = ring.release_barrier();
-        ring.next();
-        if (--units == 0) {
+        release = pipeline.empty_barrier();
+        pipeline.next();
+        if (--k_blocks == 0) {
             multiply_step<K, TOKENS>(sums, odd, b + STEP + HALF, words);
             break;
         }
-        ring.wait_full();
-        load_step<K, 0>(words, ring.stage, warp, lane);
+        pipeline.wait_full();
+        load_step<K, 0>(words, pipeline.stage, warp, lane);
         multiply_step<K, TOKENS>(sums, odd, b + STEP + HALF, words);
         first();
     }
-    end_products<K, TOKENS>(sums, release, lane);
+    finish_products<K, TOKENS>(sums, release, lane);
 }

@@ -19,8 +19,8 @@ struct Row {
     int lane;
 
     __device__ __forceinline__ u32 block(int i) const { return first + i * step; }
-    __device__ __forceinline__ bool exists(int i) const { return block(i) < args.in_features / STRIP; }
-    __device__ __forceinline__ u32 column(int i) const { return block(i) * STRIP + 4 * lane; }
+    __device__ __forceinline__ bool exists(int i) const { return block(i) < args.in_features / HADAMARD_SIZE; }
+    __device__ __forceinline__ u32 column(int i) const { return block(i) * HADAMARD_SIZE + 4 * lane; }
     __device__ __forceinline__ uint2 scales(u32 shard, int i) const {
         return exists(i) ? *reinterpret_cast<const uint2*>(args.shards[shard].suh + column(i)) : make_uint2(0, 0);
     }
@@ -52,8 +52,8 @@ struct Row {
     // Rounds a 128-block to int8 and stores it: four channels a lane, of k-tile lane / 4.
     __device__ __forceinline__ void store_bytes(const float (&v)[4], u32 shard, int i, float factor) const {
         if (!exists(i)) return;
-        const u32 unit = 2 * block(i) + lane / 16, q = lane / 4 & 3;
-        u8* to = args.activations + (shard * (args.in_features / UNIT_IN) + unit) * static_cast<u64>(64 * args.tile_rows) + 16 * row + 4 * q;
+        const u32 k_block = 2 * block(i) + lane / 16, q = lane / 4 & 3;
+        u8* to = args.activations + (shard * (args.in_features / BLOCK_K) + k_block) * static_cast<u64>(64 * args.tile_rows) + 16 * row + 4 * q;
 #pragma unroll
         for (u32 j = 0; j < 2; ++j) {
             int values[2];
@@ -66,7 +66,7 @@ struct Row {
     // The same to fp16; gives what byte sums of these channels leave out.
     __device__ __forceinline__ float store(const float (&v)[4], u32 shard, int i, float factor) const {
         if (!exists(i)) return 0.0f;
-        const u32 channel = 4 * (lane & 3), unit = 2 * block(i) + lane / 16, q = lane / 4 & 3;
+        const u32 channel = 4 * (lane & 3), k_block = 2 * block(i) + lane / 16, q = lane / 4 & 3;
         u32 words[2];
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[0]) : "f"(v[1] * factor), "f"(v[0] * factor));
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[1]) : "f"(v[3] * factor), "f"(v[2] * factor));
@@ -79,8 +79,8 @@ struct Row {
                 words[j] ^= flips;
             }
         }
-        const u64 unit_bytes = 128 * args.tile_rows;
-        u8* to = args.activations + (shard * (args.in_features / UNIT_IN) + unit) * unit_bytes + 16 * row + 4 * q;
+        const u64 k_block_bytes = 128 * args.tile_rows;
+        u8* to = args.activations + (shard * (args.in_features / BLOCK_K) + k_block) * k_block_bytes + 16 * row + 4 * q;
 #pragma unroll
         for (u32 j = 0; j < 2; ++j) {
             const u32 pair = (channel + 2 * j) / 2, matrix = 2 * (pair % 4) + pair / 4;
@@ -102,21 +102,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(con
     __shared__ float offsets[MAX_SHARDS][WARPS];
     __shared__ __align__(8) u64 arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const u32 parts = args.sharing, part = blockIdx.x % parts;
-    const Row row{args, blockIdx.x / parts, part * WARPS + warp, parts * WARPS, lane};
-    let_next_start();
+    const u32 ranks = args.cluster_size, rank = blockIdx.x % ranks;
+    const Row row{args, blockIdx.x / ranks, rank * WARPS + warp, ranks * WARPS, lane};
+    launch_dependent_grids();
     if (threadIdx.x < MAX_SHARDS) largest[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         mbarrier_init(shared_address(&arrived), 1);
-        mbarrier_init_visible();
+        fence_barrier_init();
     }
-    if (parts > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (ranks > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     // Weights never change; x is written by the kernel ahead.
     for (u32 shard = 0; shard < args.shard_count; ++shard) row.prefetch_scales(shard);
     __syncthreads();
-    wait_for_previous();
+    wait_on_dependent_grids();
     if (blockIdx.x == 0)
-        for (u32 i = threadIdx.x; i < args.strips; i += blockDim.x) args.arrivals[i] = 0;
+        for (u32 i = threadIdx.x; i < args.n_tiles; i += blockDim.x) args.arrivals[i] = 0;
     float v[TRANSFORMS][4];
     // From the last shard to the first, whose values stay in registers.
 #pragma unroll 1
@@ -131,19 +131,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(con
         if (lane == 0) atomicMax(&largest[shard], most);
     }
     __syncthreads();
-    if (parts > 1) {
-        if (threadIdx.x == 0) mbarrier_expect(shared_address(&arrived), 4 * args.shard_count * (parts - 1));
+    if (ranks > 1) {
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared_address(&arrived), 4 * args.shard_count * (ranks - 1));
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the others' shared memory is ready
         const u32 other = threadIdx.x / MAX_SHARDS, shard = threadIdx.x % MAX_SHARDS;
-        if (other < parts && other != part && shard < args.shard_count)
-            max_remote(shared_of(shared_address(&largest[shard]), other), largest[shard], shared_of(shared_address(&arrived), other));
+        if (other < ranks && other != rank && shard < args.shard_count)
+            max_remote(map_to_rank(shared_address(&largest[shard]), other), largest[shard], map_to_rank(shared_address(&arrived), other));
         mbarrier_wait_cluster(shared_address(&arrived), 0);
     }
 #pragma unroll 1
     for (u32 shard = 0; shard < args.shard_count; ++shard) {
         const float bound = __uint_as_float(*static_cast<volatile u32*>(&largest[shard]));  // of unscaled values
         const RowScale scale = INSTANCE_BYTES ? byte_scale(bound) : half_scale(bound * HADAMARD_SCALE);
-        if (threadIdx.x == 0 && part == 0) args.scales[shard * args.rows + row.row] = scale.undo;
+        if (threadIdx.x == 0 && rank == 0) args.scales[shard * args.rows + row.row] = scale.descale;
         float offset = 0.0f;
 #pragma unroll
         for (int i = 0; i < TRANSFORMS; ++i) {
@@ -162,6 +162,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(con
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) sum += offsets[threadIdx.x][i];
-        args.offsets[(threadIdx.x * args.rows + row.row) * parts + part] = sum;
+        args.offsets[(threadIdx.x * args.rows + row.row) * ranks + rank] = sum;
     }
 }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void kv_decode(const KvDecodeArgs& args) {
     extern __shared__ __align__(128) u8 shared[];
     auto& rows = *reinterpret_cast<KvRows<S::ROWS>*>(shared + S::ROWS_AT);
     KvWork work;
-    wait_for_previous();
+    wait_on_dependent_grids();
     if (!work.find(args)) return;
     const KvPlace place(shared);
     KvCopies<S> copies{args, work, place, args.cache + i64(work.head) * args.head_stride};
@@ -91,6 +91,6 @@ __device__ __forceinline__ void kv_decode(const KvDecodeArgs& args) {
         values.add(scores, step, slots);
         stage = stage + 1 < S::STAGES ? stage + 1 : 0;
     }
-    let_next_start();
+    launch_dependent_grids();
     values.finish(scores);
 }

@@ -66,10 +66,10 @@ __device__ __forceinline__ void kv_merge(const KvMergeArgs& args) {
     float* sums = reinterpret_cast<float*>(shared);  // [KV_MERGE_WARPS][SIZE]
     KvSegments& segments = *reinterpret_cast<KvSegments*>(shared + 4 * KV_MERGE_WARPS * SIZE);
     const u32 heads = decode.kv_heads * decode.group, query_head = blockIdx.x % heads, rest = blockIdx.x / heads;
-    let_next_start();
+    launch_dependent_grids();
     KvRow row;
     const bool exists = row.find(args, query_head, rest / decode.max_query, rest % decode.max_query);
-    wait_for_previous();
+    wait_on_dependent_grids();
     if (!exists) return;
 
     const int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;

@@ -1,6 +1,6 @@
 // One instance of the trellis GEMM for many tokens; the compiler's caller defines
 //   INSTANCE_TILE_ROWS  tokens a row tile holds: 32, 64 or 128
-//   INSTANCE_SPLIT_K    1 for layers that give a block few units (linear_wide.cuh)
+//   INSTANCE_SPLIT_K    1 for layers that give a block few k blocks (linear_wide.cuh)
 //   INSTANCE_KINDS      the (2·K, codebook, arithmetic) triples of the layer's shards, as `Kind<…, INSTANCE_TILE_ROWS>` list
 #include "linear_wide.cuh"
 

@@ -6,8 +6,8 @@
 #include "launch.cuh"
 
 __device__ __forceinline__ void begin_launch() {
-    wait_for_previous();
-    let_next_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
 }
 
 // Brings a line of global memory from DRAM into the L2.

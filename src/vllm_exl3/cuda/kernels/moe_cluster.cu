@@ -3,6 +3,6 @@
 //   INSTANCE_ROWS, INSTANCE_LEAST, INSTANCE_STEP, INSTANCE_KINDS  as for moe_wide.cu
 #include "moe_cluster.cuh"
 
-extern "C" __global__ void __launch_bounds__(FETCHERS + PAIR_THREADS, 1) exl3_moe_cluster(const __grid_constant__ MoeArgs args) {
+extern "C" __global__ void __launch_bounds__(PRODUCER_THREADS + PAIR_THREADS, 1) exl3_moe_cluster(const __grid_constant__ MoeArgs args) {
     moe_cluster<INSTANCE_ROWS, INSTANCE_LEAST, INSTANCE_STEP, WideKinds<INSTANCE_KINDS>>(args);
 }

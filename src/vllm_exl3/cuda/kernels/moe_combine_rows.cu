@@ -15,7 +15,7 @@
 
 constexpr int COMBINE_ROWS_THREADS = 128;
 
-// A lane's choice of 32: its row in `order` or NOWHERE, where its svh begins, its routing weight, and that times what undoes the
+// A lane's choice of 32: its row in `sorted_slots` or NOWHERE, where its svh begins, its routing weight, and that times what undoes the
 // row's scale.
 struct Choice {
     u32 row, svh;
@@ -26,7 +26,7 @@ struct Choice {
         const u32 slot = token * args.top_k + choice;
         const int expert = choice < args.top_k ? expert_of(args, slot) : -1;
         const bool counts = expert >= 0;
-        row = counts ? args.places[slot] : NOWHERE;
+        row = counts ? args.slot_positions[slot] : NOWHERE;
         svh = static_cast<u32>(projection_of(args, counts ? expert : 0, down.first).svh);
         weight = !counts ? 0.0f : args.weight_on_input ? 1.0f : args.weights[slot];
         factor = counts ? weight * output_factor(args, down, expert, 0, row) : 0.0f;
@@ -52,14 +52,14 @@ struct Eight {
     // Raw [bits 6 and 5].
     __device__ __forceinline__ void load(uint4 (&raw)[4], u32 block) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) raw[i] = row == nullptr ? make_uint4(0, 0, 0, 0) : row[block * (STRIP / 8) + 4 * i];
+        for (int i = 0; i < 4; ++i) raw[i] = row == nullptr ? make_uint4(0, 0, 0, 0) : row[block * (HADAMARD_SIZE / 8) + 4 * i];
     }
     // Scales [bit 6][row].
     __device__ __forceinline__ void load_scales(uint4 (&scales)[2][2], u32 block) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int s = 0; s < 2; ++s) scales[i][s] = eight_scales(svh[s], block * STRIP + 64 * i);
+            for (int s = 0; s < 2; ++s) scales[i][s] = eight_scales(svh[s], block * HADAMARD_SIZE + 64 * i);
     }
 };
 
@@ -140,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(COMBINE_ROWS_THREADS, 4) exl3_moe_c
     const Signs signs(lane, 0x4253, 0x2543);
     const MoeStage& down = args.stages[1];
     const u32 warps = blockDim.x / 32, split = max(gridDim.x * warps / args.tokens, 1u), warp = blockIdx.x * warps + threadIdx.x / 32;
-    const u32 token = warp / split, blocks = down.out_features / STRIP;
-    wait_for_previous();
-    let_next_start();
+    const u32 token = warp / split, blocks = down.out_features / HADAMARD_SIZE;
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     if (token >= args.tokens) return;
     Choice all;
     Eight eight;
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_ROWS_THREADS, 4) exl3_moe_c
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[i] = at == 0 ? quarter[i] : total[i] + quarter[i];
         if (!done) continue;
-        const u32 channel = now * STRIP + (lane & 2) * 2 + (lane >> 2) * 8 + (lane & 1) * 64;
+        const u32 channel = now * HADAMARD_SIZE + (lane & 2) * 2 + (lane >> 2) * 8 + (lane & 1) * 64;
         if (down.bias != nullptr) add_biases(total, args, token, channel);
         store_four(args, down, token, channel, total);
         if (block >= blocks) break;

@@ -70,14 +70,14 @@ __device__ __forceinline__ void activate_block(const MoeArgs& args, const MoeSta
                                                const HiddenSource& source, const Signs& signs, const HiddenMemory& memory, u32 b, u32 place,
                                                u32 (&most)[2], int lane) {
     const MoeStage& first = args.stages[0];
-    const u32 channel = b * STRIP + 8 * (lane & 3), gated = first.projections - 1;
+    const u32 channel = b * HADAMARD_SIZE + 8 * (lane & 3), gated = first.projections - 1;
     float gates[8][2][4], ups[8][2][4];
     StoredBlock gate, up;
     gate.load(first, chunk.rows, 0, b, lane);
     up.load(first, chunk.rows, gated, b, lane);
     __syncwarp();
-    memory.scales[lane] = *reinterpret_cast<const uint4*>((lane < 16 ? source.scales[0] : source.scales[1]) + b * STRIP + 8 * (lane & 15));
-    if (lane < 16) memory.scales[32 + lane] = *reinterpret_cast<const uint4*>(source.scales[2] + b * STRIP + 8 * lane);
+    memory.scales[lane] = *reinterpret_cast<const uint4*>((lane < 16 ? source.scales[0] : source.scales[1]) + b * HADAMARD_SIZE + 8 * (lane & 15));
+    if (lane < 16) memory.scales[32 + lane] = *reinterpret_cast<const uint4*>(source.scales[2] + b * HADAMARD_SIZE + 8 * lane);
     __syncwarp();
     const uint4* scales = memory.scales + (lane & 3);
     up.rotate(ups, signs), scale_sums(ups, source.factors[1], scales + 16);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void rotate_kept(float (&sums)[8][2][4], const Hidden
 __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeStage& stage, const RowBlock& block, const Signs& out_signs,
                                                  const Signs& signs, u32* largest, float* totals, u8* shared) {
     const int lane = threadIdx.x & 31;
-    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, blocks = stage.in_features / STRIP;
+    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, blocks = stage.in_features / HADAMARD_SIZE;
     const Chunk chunk(block, args.starts[block.expert], args.starts[block.expert + 1], lane);
     const HiddenMemory memory(shared, args.keep_hidden ? blocks : warps, warps, warp);
     const HiddenSource source(args, stage, block.expert, chunk.rows);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeS
             __syncwarp();
             float sums[8][2][4], stored[2];
             rotate_kept(sums, memory, chunk, place, scales, signs, lane);
-            store_rows(stored, chunk.group(args, stage, 0), chunk.unit_bytes, sums, chunk.count, b, lane);
+            store_rows(stored, chunk.group(args, stage, 0), chunk.k_block_bytes, sums, chunk.count, b, lane);
             chunk.keep(totals, stored, b, lane);
             __syncwarp();
         }
@@ -187,6 +187,6 @@ __device__ __forceinline__ void transform_hidden(const MoeArgs& args, const MoeS
         for (int r = 0; r < 2; ++r) scales[r] = row_scale(HALF, largest[chunk.place + 8 * r]);
     }
     chunk.store_sums(args, stage, 0, totals);
-    if (threadIdx.x < chunk.count) stage.undo[chunk.first + threadIdx.x] = row_scale(HALF, largest[threadIdx.x]).undo;
+    if (threadIdx.x < chunk.count) stage.descale[chunk.first + threadIdx.x] = row_scale(HALF, largest[threadIdx.x]).descale;
     __syncthreads();  // shared memory is used again
 }

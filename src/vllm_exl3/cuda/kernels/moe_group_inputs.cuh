@@ -9,20 +9,20 @@
 __device__ __forceinline__ RowScale input_scale(float x, float suh) {
     const u32 product = __float_as_uint(x * suh) >> 23 & 0xffu, largest = __float_as_uint(x) >> 23 & 0xffu;  // below 2^(e - 126)
     const u32 exponent = min(min(257u - min(max(product, 4u), 254u), 267u - min(max(largest, 14u), 254u)), 253u);
-    const float undo = __uint_as_float((254u - exponent) << 23) * HADAMARD_SCALE;
-    return {__uint_as_float(exponent << 23), x * suh <= 2.9e37f ? undo : x * suh * 1.0e30f};
+    const float descale = __uint_as_float((254u - exponent) << 23) * HADAMARD_SCALE;
+    return {__uint_as_float(exponent << 23), x * suh <= 2.9e37f ? descale : x * suh * 1.0e30f};
 }
 
 // What the warps of a block need to know of its next chunks, in shared memory: looked up for many at once, since every step
 // waits for the one before it.
 struct InputChunks {
     static constexpr u32 COUNT = 16;
-    struct Facts {
+    struct RowInfo {
         u32 first, rows, start, stop, suh[2];
         // 2: up has input scales, hence rows, of its own.
         __device__ __forceinline__ u32 own() const { return suh[0] == suh[1] ? 1 : 2; }
     };
-    Facts facts[COUNT];
+    RowInfo row_info[COUNT];
     u32 tokens[COUNT][CHUNK_ROWS];    // rows beyond the last repeat it
     float factors[COUNT][CHUNK_ROWS];  // from x to what is multiplied by suh
 
@@ -35,13 +35,13 @@ struct InputChunks {
             const RowBlock block = args.chunks[first + index * step];
             const Projection* projections = &projection_of(args, block.expert, stage.first);
             const float* suh = args.scale_largest + block.expert * stage.projections;
-            const u32 last = stage.projections - 1, at = block.first + min(row, block.rows - 1), slot = args.order[at], token = slot / args.top_k;
+            const u32 last = stage.projections - 1, at = block.first + min(row, block.rows - 1), slot = args.sorted_slots[at], token = slot / args.top_k;
             const float weight = args.weight_on_input ? args.weights[slot] : 1.0f;
             const RowScale scale = input_scale(args.row_largest[token] * fabsf(weight), fmaxf(suh[0], suh[last]));
             tokens[index][row] = token, factors[index][row] = scale.factor * weight;
-            for (u32 j = 0; j < stage.projections && row < block.rows; ++j) stage.undo[j * args.padded_rows + at] = scale.undo;
+            for (u32 j = 0; j < stage.projections && row < block.rows; ++j) stage.descale[j * args.padded_rows + at] = scale.descale;
             if (row == 0)
-                facts[index] = {block.first, block.rows, args.starts[block.expert], args.starts[block.expert + 1],
+                row_info[index] = {block.first, block.rows, args.starts[block.expert], args.starts[block.expert + 1],
                                 {static_cast<u32>(projections[0].suh), static_cast<u32>(projections[last].suh)}};
         }
         __syncthreads();
@@ -57,7 +57,7 @@ struct InputSlot {
     __device__ __forceinline__ explicit InputSlot(u8* memory) : x(reinterpret_cast<uint4*>(memory)), suh(x + 256) {}
 
     __device__ __forceinline__ void fetch(const MoeArgs& args, const MoeStage& stage, const InputChunks& chunks, u32 index, u32 block, int lane) const {
-        const u32 first = block * STRIP + 8 * (lane & 3);
+        const u32 first = block * HADAMARD_SIZE + 8 * (lane & 3);
         const u16* from[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -66,7 +66,7 @@ struct InputSlot {
         for (int u = 0; u < 4; ++u)
 #pragma unroll
             for (int r = 0; r < 2; ++r) copy(x + (2 * u + r) * 32 + lane, from[r] + 32 * u, first + 32 * u < stage.in_width ? 16 : 0);
-        copy(suh + lane, stage.suh + chunks.facts[index].suh[lane >> 4] + block * STRIP + 8 * (lane & 15), 16);
+        copy(suh + lane, stage.suh + chunks.row_info[index].suh[lane >> 4] + block * HADAMARD_SIZE + 8 * (lane & 15), 16);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
     // x times the rows' factors, in fp16, where it was.
@@ -108,7 +108,7 @@ private:
 // [projection][128-blocks][CHUNK_ROWS], then two slots a warp.
 __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeStage& stage, const Signs& signs, InputChunks& chunks, float* totals) {
     const int lane = threadIdx.x & 31;
-    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, blocks = stage.in_features / STRIP, count = args.list_sizes[1];
+    const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, blocks = stage.in_features / HADAMARD_SIZE, count = args.list_sizes[1];
     u8* memory = reinterpret_cast<u8*>(totals + stage.projections * blocks * CHUNK_ROWS) + 2 * warp * InputSlot::BYTES;
     u32 place = 0, index = InputChunks::COUNT;
 #pragma unroll 1
@@ -118,9 +118,9 @@ __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeS
             InputSlot(memory + place * InputSlot::BYTES).fetch(args, stage, chunks, index, warp, lane);
         }
         const bool another = index + 1 < InputChunks::COUNT && i + gridDim.x < count;
-        const InputChunks::Facts& facts = chunks.facts[index];
-        const Chunk chunk({0, facts.first, facts.rows, 0}, facts.start, facts.stop, lane);
-        const u32 own = facts.own();
+        const InputChunks::RowInfo& row_info = chunks.row_info[index];
+        const Chunk chunk({0, row_info.first, row_info.rows, 0}, row_info.start, row_info.stop, lane);
+        const u32 own = row_info.own();
         const float factors[2] = {chunks.factors[index][chunk.place], chunks.factors[index][chunk.place + 8]};
 #pragma unroll 1
         for (u32 b = warp; b < blocks; b += warps) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeS
                 float sums[8][2][4], stored[2];
                 slot.rotate(sums, projection, signs, lane);
                 rotate_rest(sums);
-                store_rows(stored, chunk.group(args, stage, projection), chunk.unit_bytes, sums, chunk.count, b, lane);
+                store_rows(stored, chunk.group(args, stage, projection), chunk.k_block_bytes, sums, chunk.count, b, lane);
                 chunk.keep(totals + projection * blocks * CHUNK_ROWS, stored, b, lane);
             }
             __syncwarp();  // others' copies of suh take the place of this one's
@@ -155,13 +155,13 @@ __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeS
 // Any input, element by element.
 __device__ __forceinline__ void transform_any_inputs(const MoeArgs& args, const MoeStage& stage, const Signs& signs, InputChunks& chunks, float* totals) {
     const int lane = threadIdx.x & 31;
-    const u32 blocks = stage.in_features / STRIP, count = args.list_sizes[1];
+    const u32 blocks = stage.in_features / HADAMARD_SIZE, count = args.list_sizes[1];
 #pragma unroll 1
     for (u32 i = blockIdx.x, index = InputChunks::COUNT; i < count; i += gridDim.x, ++index) {
         if (index == InputChunks::COUNT) chunks.find(args, stage, i, gridDim.x, count), index = 0;
-        const InputChunks::Facts& facts = chunks.facts[index];
-        const Chunk chunk({0, facts.first, facts.rows, 0}, facts.start, facts.stop, lane);
-        const u32 own = facts.own();
+        const InputChunks::RowInfo& row_info = chunks.row_info[index];
+        const Chunk chunk({0, row_info.first, row_info.rows, 0}, row_info.start, row_info.stop, lane);
+        const u32 own = row_info.own();
         i64 rows[2];
         float factors[2];
 #pragma unroll
@@ -170,14 +170,14 @@ __device__ __forceinline__ void transform_any_inputs(const MoeArgs& args, const 
         ChunkInput input;
 #pragma unroll 1
         for (u32 b = threadIdx.x / 32; b < blocks; b += blockDim.x / 32) {
-            const u32 first = b * STRIP + 8 * (lane & 3);
+            const u32 first = b * HADAMARD_SIZE + 8 * (lane & 3);
             input.load(args, rows, factors, first);
 #pragma unroll 1
             for (u32 projection = 0; projection < own; ++projection) {
                 float sums[8][2][4], stored[2];
-                input.rotate(sums, stage.suh + facts.suh[projection], first, signs);
+                input.rotate(sums, stage.suh + row_info.suh[projection], first, signs);
                 rotate_rest(sums);
-                store_rows(stored, chunk.group(args, stage, projection), chunk.unit_bytes, sums, chunk.count, b, lane);
+                store_rows(stored, chunk.group(args, stage, projection), chunk.k_block_bytes, sums, chunk.count, b, lane);
                 chunk.keep(totals + projection * blocks * CHUNK_ROWS, stored, b, lane);
             }
         }

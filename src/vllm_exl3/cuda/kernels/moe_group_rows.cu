@@ -6,8 +6,8 @@
 extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS[INSTANCE_STAGE], 1) exl3_moe_group_rows(const __grid_constant__ MoeArgs args) {
     __shared__ u32 largest[CHUNK_ROWS];
     extern __shared__ __align__(16) u8 memory[];
-    wait_for_previous();
-    let_next_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     const MoeStage& stage = args.stages[INSTANCE_STAGE != 0];
     const Signs signs(threadIdx.x & 31);
     if constexpr (INSTANCE_STAGE == 0) {
@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS[INSTANCE_STAGE], 1
         float* totals = reinterpret_cast<float*>(memory);  // [128-blocks][CHUNK_ROWS]
         const Signs out_signs = output_signs(threadIdx.x & 31);
         for (u32 i = blockIdx.x; i < args.list_sizes[1]; i += gridDim.x)
-            transform_hidden(args, stage, args.chunks[i], out_signs, signs, largest, totals, memory + stage.in_features / STRIP * CHUNK_ROWS * 4);
+            transform_hidden(args, stage, args.chunks[i], out_signs, signs, largest, totals, memory + stage.in_features / HADAMARD_SIZE * CHUNK_ROWS * 4);
     }
 }

@@ -40,13 +40,13 @@ __device__ __forceinline__ void rotate_products(float (&sums)[8][4]) {
 
 // Rows of a chunk that are transformed together, and a lane's part of them.
 struct EightRows {
-    u32 first, count, start, unit_bytes;  // in `order`; bytes from one unit of the expert's rows to the next
+    u32 first, count, start, k_block_bytes;  // in `sorted_slots`; bytes from one k block of the expert's rows to the next
     u32 loaded;                           // the row that the lane loads; rows beyond the last repeat it
     u32 rows[2];                          // those that it activates
 
     __device__ __forceinline__ EightRows(const MoeArgs& args, const RowBlock& block, u32 half, int lane) {
         first = block.first + GROUP_ROWS * half, count = min(block.rows - GROUP_ROWS * half, GROUP_ROWS), start = args.starts[block.expert];
-        unit_bytes = (args.starts[block.expert + 1] - start) * UNIT_IN * 2;
+        k_block_bytes = (args.starts[block.expert + 1] - start) * BLOCK_K * 2;
         loaded = first + min(row_of_column(lane >> 2), count - 1);
 #pragma unroll
         for (u32 s = 0; s < 2; ++s) rows[s] = first + min((lane & 3) + 4 * s, count - 1);
@@ -60,7 +60,7 @@ struct EightRows {
 struct LaneScales {
     uint2 raw[4];
     __device__ __forceinline__ void load(const u16* scales, u32 block, int lane) {
-        const u32 g = lane >> 2, channel = block * STRIP + (g & 3) * 4 + (g >> 2) * 64;
+        const u32 g = lane >> 2, channel = block * HADAMARD_SIZE + (g & 3) * 4 + (g >> 2) * 64;
 #pragma unroll
         for (int i = 0; i < 4; ++i) raw[i] = *reinterpret_cast<const uint2*>(scales + channel + 16 * i);
     }
@@ -75,7 +75,7 @@ struct LaneScales {
 struct LaneOutputs {
     uint2 raw[8];
     __device__ __forceinline__ void load(const MoeStage& stage, u32 row, u32 index, u32 block, int lane) {
-        const u64 at = (static_cast<u64>(row) * stage.projections + index) * stage.out_features + block * STRIP + 4 * (lane & 3);
+        const u64 at = (static_cast<u64>(row) * stage.projections + index) * stage.out_features + block * HADAMARD_SIZE + 4 * (lane & 3);
         const uint2* from = reinterpret_cast<const uint2*>(static_cast<const u16*>(stage.out) + at);
 #pragma unroll
         for (int i = 0; i < 8; ++i) raw[i] = from[4 * i];
@@ -123,8 +123,8 @@ __device__ __forceinline__ void activate_eight(const MoeArgs& args, const MoeSta
         const float value = within(ups[i / 4][i % 4] * factors[1][i % 2] * scales[1].get(i / 4, i / 2 % 2), args.limit) + args.beta;
         hidden[i / 4][i % 4] *= value * scales[2].get(i / 4, i / 2 % 2);
     }
-    if ((b + 1) * STRIP > stage.in_width) {
-        const u32 g = lane >> 2, channel = b * STRIP + (g & 3) * 4 + (g >> 2) * 64;
+    if ((b + 1) * HADAMARD_SIZE > stage.in_width) {
+        const u32 g = lane >> 2, channel = b * HADAMARD_SIZE + (g & 3) * 4 + (g >> 2) * 64;
 #pragma unroll
         for (int i = 0; i < 32; ++i)
             if (channel + i / 4 % 2 + 2 * (i / 2 % 2) + 16 * (i / 8) >= stage.in_width) hidden[i / 4][i % 4] = 0.0f;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_eight_rows(const MoeStage& stage, const Ei
         mma_half(sums[2 * i], a, raw.x, raw.y, none), mma_half(sums[2 * i + 1], a, raw.z, raw.w, none);
     }
     rotate_products(sums);
-    u8* at = eight.group(stage) + static_cast<u64>(2 * b) * eight.unit_bytes + (2 * (g & 1) + 4 * (g >> 1 & 1) + (g >> 2)) * 128 + q * 16;
+    u8* at = eight.group(stage) + static_cast<u64>(2 * b) * eight.k_block_bytes + (2 * (g & 1) + 4 * (g >> 1 & 1) + (g >> 2)) * 128 + q * 16;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
         const int exponent = static_cast<int>(factor_exponent(scales[s])) + 127 -
@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_eight_rows(const MoeStage& stage, const Ei
                 words[i] = half_pair(sums[2 * i][2 * r + s] * factors[s], sums[2 * i + 1][2 * r + s] * factors[s]);
                 total += half_to_float(u16(words[i])) + half_to_float(u16(words[i] >> 16));
             }
-            *reinterpret_cast<uint4*>(at + static_cast<u64>(r) * eight.unit_bytes + s * 64) = make_uint4(words[0], words[1], words[2], words[3]);
+            *reinterpret_cast<uint4*>(at + static_cast<u64>(r) * eight.k_block_bytes + s * 64) = make_uint4(words[0], words[1], words[2], words[3]);
         }
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_eight_rows(const MoeStage& stage, const Ei
 // One thread block: eight rows of a chunk at a time. A row's largest value is needed before anything can be stored.
 __device__ __forceinline__ void transform_swiglu(const MoeArgs& args, const MoeStage& stage, u8* shared) {
     const int lane = threadIdx.x & 31;
-    const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warps = blockDim.x / 32, blocks = stage.in_features / STRIP;
+    const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), warps = blockDim.x / 32, blocks = stage.in_features / HADAMARD_SIZE;
     const u32 count = 2 * args.list_sizes[1];
     const Signs out_signs(lane, 0x2163, 0x1632), in_signs(lane, 0x6312, 0x6321);
     const SwigluMemory memory(shared, blocks);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void transform_swiglu(const MoeArgs& args, const MoeS
             for (u32 b = 0; b < blocks; ++b) sum += memory.totals[b * GROUP_ROWS + threadIdx.x];
             if (threadIdx.x < eight.count) {
                 sums_of_rows(stage)[eight.first + threadIdx.x] = sum;
-                stage.undo[eight.first + threadIdx.x] = row_scale(HALF, memory.most[threadIdx.x]).undo;
+                stage.descale[eight.first + threadIdx.x] = row_scale(HALF, memory.most[threadIdx.x]).descale;
             }
             memory.most[threadIdx.x] = 0;
         }

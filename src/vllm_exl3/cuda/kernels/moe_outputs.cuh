@@ -14,7 +14,7 @@ struct StoredBlock {
     __device__ __forceinline__ void load(const MoeStage& stage, const u32 (&rows)[2], u32 index, u32 block, int lane) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const u64 at = (static_cast<u64>(rows[r]) * stage.projections + index) * stage.out_features + block * STRIP + 8 * (lane & 3);
+            const u64 at = (static_cast<u64>(rows[r]) * stage.projections + index) * stage.out_features + block * HADAMARD_SIZE + 8 * (lane & 3);
             const uint4* row = reinterpret_cast<const uint4*>(static_cast<const u16*>(stage.out) + at);
 #pragma unroll
             for (int u = 0; u < 4; ++u) raw[u][r] = rows[r] == NOWHERE ? make_uint4(0, 0, 0, 0) : row[4 * u];
@@ -35,7 +35,7 @@ struct StoredBlock {
 
 // From a stored value, rotated, to y before svh.
 __device__ __forceinline__ float output_factor(const MoeArgs& args, const MoeStage& stage, u32 expert, u32 index, u32 row) {
-    return stage.undo[rows_owner(args, stage, expert, index) * args.padded_rows + row] * (HADAMARD_SCALE / STORED_SCALE);
+    return stage.descale[rows_owner(args, stage, expert, index) * args.padded_rows + row] * (HADAMARD_SCALE / STORED_SCALE);
 }
 
 // Eight neighbouring channels of row r of the u-th 32 of `sums`, as StoredBlock::rotate leaves them, times `factor` and svh.

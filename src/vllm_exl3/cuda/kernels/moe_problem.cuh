@@ -1,4 +1,4 @@
-// What the kernels of routed experts are told: mirrored field by field in vllm_exl3/cuda/moe_geometry.py.
+// Launch arguments of the kernels of routed experts: mirrored field by field in vllm_exl3/cuda/moe_geometry.py.
 //
 // A slot is one (token, choice) pair, numbered token·top_k + choice. Everything that depends on the routing is found on the
 // device: launches have fixed shapes, and read how much there is to do.
@@ -18,9 +18,9 @@ struct Projection {
 // Rows of one expert that share one decoding of its weights.
 struct RowBlock {
     u32 expert;
-    u32 first;  // its first row's place in `order`
+    u32 first;  // its first row's place in `sorted_slots`
     u32 rows;
-    u32 kind;  // in `turns`: which projection of the stage, from bit 8 on its 2·K, from bit 16 on its codebook
+    u32 kind;  // in `schedule`: which projection of the stage, from bit 8 on its 2·K, from bit 16 on its codebook
 };
 
 // gate and up (or up alone), or down.
@@ -30,11 +30,11 @@ struct MoeStage {
     const u16* svh;
     const float* bias;   // or null
     u8* rows;            // scratch: transformed activations of every row, laid out as `MoeArgs::grouped` says
-    float* undo;         // scratch: what undoes a row's scale; [slot][projection], where rows are grouped
-                         // [projection][place in `order`]
+    float* descale;         // scratch: what undoes a row's scale; [slot][projection], where rows are grouped
+                         // [projection][place in `sorted_slots`]
     int* sums;           // scratch, the same: sums of quantised activations; where rows are grouped, floats
     void* out;           // scratch [slot][projection][out_features]: float32; where rows are grouped as moe_finish.cuh says
-    RowBlock* turns;     // scratch: row blocks with each of the stage's projections, kind by kind; where rows are grouped and kinds mix
+    RowBlock* schedule;     // scratch: row blocks with each of the stage's projections, kind by kind; where rows are grouped and kinds mix
     u32 first;           // its first projection in a row of the table
     u32 projections;
     u32 in_width;        // channels that are not padding
@@ -51,15 +51,15 @@ struct MoeArgs {
     const float* weights;     // [slots]
     const void* ids;          // [slots]: experts' numbers in the model
     const int* expert_map;    // their numbers here, or negative; null where all are here
-    u32* order;               // scratch: slots, expert by expert
-    u32* places;              // scratch [slots]: where a slot is in `order`, or NOWHERE
+    u32* sorted_slots;               // scratch: slots, expert by expert
+    u32* slot_positions;              // scratch [slots]: where a slot is in `sorted_slots`, or NOWHERE
     RowBlock* blocks;         // scratch
     RowBlock* chunks;         // scratch: pieces of CHUNK_ROWS rows, experts' first, then their second ones; where rows are grouped
     u32* list_sizes;          // scratch [2]: how many blocks and chunks
     u32* totals;              // scratch [blocks of exl3_moe_route][experts]: how often each occurs in a block's slots
     float* row_largest;       // scratch [tokens]: the largest magnitude of x; where rows are grouped
     float* scale_largest;     // scratch [experts][projections of the first stage]: the same of input scales
-    u32* starts;              // scratch [experts + 1]: where each expert's rows begin in `order`
+    u32* starts;              // scratch [experts + 1]: where each expert's rows begin in `sorted_slots`
     i64 x_stride;             // elements
     i64 out_stride;
     u32 stage;                // which one this launch works on
@@ -72,15 +72,15 @@ struct MoeArgs {
     u32 tile_rows;            // rows of a full row block of an expert that has more than fat_rows of them
     u32 thin_rows;            // and of the others
     u32 fat_rows;
-    u32 row_padding;          // experts begin at multiples of it in `order`
+    u32 row_padding;          // experts begin at multiples of it in `sorted_slots`
     u32 padded_rows;          // rows that `rows` has room for, a projection
     u32 identity;             // 1: the codebooks' identities; 0: fp16
     u32 grouped;              // how `rows` lies (moe_rows.cuh)
     u32 keep_hidden;          // of moe_group_hidden.cuh: what was activated fits shared memory
-    u32 ring_stages;          // of moe_wide.cuh: slots of the ring,
-    u32 ring_stride;          // bytes from one to the next,
+    u32 pipeline_stages;          // of moe_wide.cuh: slots of the pipeline,
+    u32 stage_stride;          // bytes from one to the next,
     u32 weight_pitch;         // from one k-tile row of weights to the next,
-    u32 activation_stride;    // and from one unit's activations to the next
+    u32 activation_stride;    // and from one k block's activations to the next
     u32 weight_on_input;
     u32 activation;           // an `ActivationKind`
     float alpha, beta, limit;

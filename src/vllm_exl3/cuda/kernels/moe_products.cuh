@@ -20,7 +20,7 @@ __device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
 
 // Where the bytes of position P lie in the word that it is cut out of: every third state of equal start mod 8 begins one.
 template <class W, int P>
-struct Cut {
+struct StateBytes {
     static constexpr int bit = W::start(P), offset = bit % 32, byte = bit / 8;
     static constexpr int place = bit % 8 == 0 ? offset / 8 : (byte - W::start(0) / 8) % 3;
     static constexpr int begin = bit - 8 * place;                             // of the word, in the bit string
@@ -35,7 +35,7 @@ __device__ __forceinline__ u32 product_at(const u32 (&words)[K::Window::words]) 
     if constexpr (K::codebook == MUL1 && W::twice && K::half_bits >= 8) {
         return product_word<MUL1, true>(W::template get<P>(words));  // a permute for each state leaves least to do
     } else if constexpr (W::byte_aligned) {
-        using C = Cut<W, P>;
+        using C = StateBytes<W, P>;
         const u32 word = W::template string_at<C::begin>(words);
         if constexpr (C::place == 0) return multiply_add(word >> 16, multiplier, addend);
         else if constexpr (C::place == 2 && C::before >= 0)

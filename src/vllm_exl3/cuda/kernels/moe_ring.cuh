@@ -1,136 +1,136 @@
-// What streams through the grouped GEMM for many rows: the list of work, the ring of units in shared memory, and the first
-// warp's fetching, which runs on over the ends of items.
+// What streams through the grouped GEMM for many rows: the list of work, the pipeline of k blocks in shared memory, and the first
+// warp's fetching, which runs on over the ends of work tiles.
 #pragma once
 #include "barrier.cuh"
 #include "moe_rows.cuh"
 
 constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;
-constexpr u32 MOE_BARRIER_BYTES = 512;  // then the ring
+constexpr u32 MOE_BARRIER_BYTES = 512;  // then the pipeline
 
-// The list of work: which item a number means. SORTED: in the order of `turns`.
-template <bool SORTED>
+// The list of work: which work tile a number means. BY_KIND: in the order of `schedule`.
+template <bool BY_KIND>
 struct WorkList {
     const MoeArgs& args;
     const MoeStage& stage;
-    u32 width;      // Hadamard blocks of an item
-    u32 steps;      // items of one projection of a row block
-    u32 per_block;  // items of a row block
-    u32 items;
+    u32 width;      // Hadamard blocks of a work tile
+    u32 steps;      // work tiles of one projection of a row block
+    u32 per_block;  // work tiles of a row block
+    u32 work_tiles;
 
     __device__ __forceinline__ WorkList(const MoeArgs& args, const MoeStage& stage, u32 hadamard_blocks)
         : args(args), stage(stage), width(hadamard_blocks) {
-        steps = (stage.out_features / STRIP + width - 1) / width;
+        steps = (stage.out_features / HADAMARD_SIZE + width - 1) / width;
         per_block = steps * stage.projections;
-        items = args.list_sizes[0] * per_block;
+        work_tiles = args.list_sizes[0] * per_block;
     }
-    __device__ __forceinline__ const RowBlock& rows(u32 item) const { return SORTED ? stage.turns[item / steps] : args.blocks[item / per_block]; }
-    // Of the stage, by what `rows` gave for the item.
-    __device__ __forceinline__ u32 projection(u32 item, const RowBlock& rows) const { return SORTED ? rows.kind & 0xff : item % per_block / steps; }
-    __device__ __forceinline__ u32 strip(u32 item) const { return item % steps * width; }
+    __device__ __forceinline__ const RowBlock& rows(u32 work_tile) const { return BY_KIND ? stage.schedule[work_tile / steps] : args.blocks[work_tile / per_block]; }
+    // Of the stage, by what `rows` gave for the work tile.
+    __device__ __forceinline__ u32 projection(u32 work_tile, const RowBlock& rows) const { return BY_KIND ? rows.kind & 0xff : work_tile % per_block / steps; }
+    __device__ __forceinline__ u32 n_block(u32 work_tile) const { return work_tile % steps * width; }
 };
 
-// A ring of slots. A slot holds UNITS units: first the weights of all, four rows of the block's tiles each, then the activations
+// A pipeline of stages. A stage holds K_BLOCKS k blocks: first the weights of all, four rows of the block's tiles each, then the activations
 // of all. Registers are scarce, so it only knows where it is; the rest follows from the launch's arguments.
-struct MoeRing {
-    u32 slot = 0, phase = 0, at;  // the slot that is next, the parity of its barrier, its address
+struct MoePipeline {
+    u32 index = 0, phase = 0, address;  // the stage that is next, the parity of its barrier, its address
 
     static __device__ __forceinline__ u32 memory() {
         extern __shared__ __align__(128) u8 shared[];
         return shared_address(shared);
     }
     static __device__ __forceinline__ u32 base() { return memory() + MOE_BARRIER_BYTES; }
-    __device__ __forceinline__ u32 full() const { return memory() + 8 * slot; }
-    __device__ __forceinline__ u32 empty(const MoeArgs& args) const { return memory() + 8 * (args.ring_stages + slot); }
+    __device__ __forceinline__ u32 full() const { return memory() + 8 * index; }
+    __device__ __forceinline__ u32 empty(const MoeArgs& args) const { return memory() + 8 * (args.pipeline_stages + index); }
     __device__ __forceinline__ void next(const MoeArgs& args) {
-        ++slot, at += args.ring_stride;
-        if (slot == args.ring_stages) slot = 0, at = base(), phase ^= 1;
+        ++index, address += args.stage_stride;
+        if (index == args.pipeline_stages) index = 0, address = base(), phase ^= 1;
     }
 };
 
 // What is fetched next.
-template <int UNITS>
+template <int K_BLOCKS>
 struct WideCursor {
     const u8 *weights, *activations;
-    u32 item, left;                   // slots' worth of the item that is not fetched yet
+    u32 work_tile, left;                   // stages' worth of the work tile that is not fetched yet
     u32 pitch, row_bytes;             // of k-tile rows of weights
-    u32 unit_bytes, activation_bytes; // from one unit of the expert's activations to the next, and what of it is copied
-    u32 filled, phase;                // slot of the ring, and the parity of its empty barrier
+    u32 k_block_bytes, activation_bytes; // from one k block of the expert's activations to the next, and what of it is copied
+    u32 filled, phase;                // stage of the pipeline, and the parity of its empty barrier
 
-    // The Hadamard block that is `skipped` beyond the item's first.
+    // The Hadamard block that is `skipped` beyond the work tile's first.
     template <class List>
     __device__ __forceinline__ void seek(const MoeArgs& args, const MoeStage& stage, const List& list, u32 skipped = 0) {
-        if (item >= list.items) return;
-        const RowBlock rows = list.rows(item);
-        const u32 index = list.projection(item, rows), owner = rows_owner(args, stage, rows.expert, index);
+        if (work_tile >= list.work_tiles) return;
+        const RowBlock rows = list.rows(work_tile);
+        const u32 index = list.projection(work_tile, rows), owner = rows_owner(args, stage, rows.expert, index);
         const Projection& projection = projection_of(args, rows.expert, stage.first + index);
-        const u32 blocks = stage.out_features / STRIP;
-        const u32 strip = min(list.strip(item) + skipped, blocks - 1);  // beyond the last, a block of a cluster repeats it
+        const u32 blocks = stage.out_features / HADAMARD_SIZE;
+        const u32 n_block = min(list.n_block(work_tile) + skipped, blocks - 1);  // beyond the last, a block of a cluster repeats it
         const u32 start = args.starts[rows.expert], end = args.starts[rows.expert + 1];
-        left = stage.in_features / (UNITS * UNIT_IN);
+        left = stage.in_features / (K_BLOCKS * BLOCK_K);
         row_bytes = 8 * 16 * projection.half_bits, pitch = blocks * row_bytes;
-        weights = reinterpret_cast<const u8*>(stage.trellis + projection.trellis) + strip * row_bytes;
-        unit_bytes = (end - start) * UNIT_IN * 2;
+        weights = reinterpret_cast<const u8*>(stage.trellis + projection.trellis) + n_block * row_bytes;
+        k_block_bytes = (end - start) * BLOCK_K * 2;
         activation_bytes = (rows.rows + GROUP_ROWS - 1) / GROUP_ROWS * GROUP_BYTES;
         activations = stage.rows + (static_cast<u64>(owner) * args.padded_rows + start) * 2 * stage.in_features +
-            (rows.first - start) * UNIT_IN * 2;
+            (rows.first - start) * BLOCK_K * 2;
     }
-    __device__ __forceinline__ u32 slot_bytes() const { return UNITS * (4 * row_bytes + activation_bytes); }
+    __device__ __forceinline__ u32 stage_bytes() const { return K_BLOCKS * (4 * row_bytes + activation_bytes); }
     __device__ __forceinline__ void copy_weights(const MoeArgs& args, u32 target, u32 barrier) const {
 #pragma unroll
-        for (int row = 0; row < 4 * UNITS; ++row)
-            copy_to_shared(target + row * args.weight_pitch, weights + static_cast<u64>(row) * pitch, row_bytes, barrier);
+        for (int row = 0; row < 4 * K_BLOCKS; ++row)
+            bulk_copy(target + row * args.weight_pitch, weights + static_cast<u64>(row) * pitch, row_bytes, barrier);
     }
-    // Beyond the item's last it is false.
+    // Beyond the work tile's last it is false.
     __device__ __forceinline__ bool advance() {
-        weights += 4 * UNITS * static_cast<u64>(pitch), activations += static_cast<u64>(UNITS) * unit_bytes;
+        weights += 4 * K_BLOCKS * static_cast<u64>(pitch), activations += static_cast<u64>(K_BLOCKS) * k_block_bytes;
         return --left != 0;
     }
 };
 
 // One warp's state.
-template <int UNITS_, class List>
+template <int K_BLOCKS_, class List>
 struct MoePair {
-    static constexpr int UNITS = UNITS_;
+    static constexpr int K_BLOCKS = K_BLOCKS_;
     const MoeArgs& args;
     const MoeStage& stage;
     const List& list;
-    MoeRing ring;
-    WideCursor<UNITS> cursor;
-    u32 held;        // slots that are read before the first of them is free: decoding runs one ahead
+    MoePipeline pipeline;
+    WideCursor<K_BLOCKS> cursor;
+    u32 held;        // stages that are read before the first of them is free: decoding runs one ahead
     int warp, lane;
 
-    __device__ __forceinline__ u32 strip(u32 item) const { return list.strip(item); }
-    __device__ __forceinline__ u32 activations() const { return ring.at + 4 * UNITS * args.weight_pitch; }
+    __device__ __forceinline__ u32 n_block(u32 work_tile) const { return list.n_block(work_tile); }
+    __device__ __forceinline__ u32 activations() const { return pipeline.address + 4 * K_BLOCKS * args.weight_pitch; }
     __device__ __forceinline__ void release(u32 empty) const {
         if (lane == 0) mbarrier_arrive(empty);
     }
 
-    // Starts the copies of the slot at the cursor and moves on. The first warp calls it.
+    // Starts the copies of the stage at the cursor and moves on. The first warp calls it.
     __device__ __forceinline__ void fetch() {
-        if (cursor.item < list.items) {
-            if (one_lane()) {
-                const u32 barrier = MoeRing::memory() + 8 * cursor.filled, target = MoeRing::base() + cursor.filled * args.ring_stride;
-                mbarrier_expect(barrier, cursor.slot_bytes());
+        if (cursor.work_tile < list.work_tiles) {
+            if (elect_one()) {
+                const u32 barrier = MoePipeline::memory() + 8 * cursor.filled, target = MoePipeline::base() + cursor.filled * args.stage_stride;
+                mbarrier_arrive_expect_tx(barrier, cursor.stage_bytes());
                 cursor.copy_weights(args, target, barrier);
 #pragma unroll
-                for (int unit = 0; unit < UNITS; ++unit)
-                    copy_to_shared(target + 4 * UNITS * args.weight_pitch + unit * args.activation_stride,
-                                   cursor.activations + static_cast<u64>(unit) * cursor.unit_bytes, cursor.activation_bytes, barrier);
+                for (int k_block = 0; k_block < K_BLOCKS; ++k_block)
+                    bulk_copy(target + 4 * K_BLOCKS * args.weight_pitch + k_block * args.activation_stride,
+                                   cursor.activations + static_cast<u64>(k_block) * cursor.k_block_bytes, cursor.activation_bytes, barrier);
             }
             __syncwarp();
-            if (!cursor.advance()) cursor.item += gridDim.x, cursor.seek(args, stage, list);
+            if (!cursor.advance()) cursor.work_tile += gridDim.x, cursor.seek(args, stage, list);
         }
-        if (++cursor.filled == args.ring_stages) cursor.filled = 0, cursor.phase ^= 1;
+        if (++cursor.filled == args.pipeline_stages) cursor.filled = 0, cursor.phase ^= 1;
     }
 
-    // Fills the oldest slot again, once every warp has left it, and waits for the slot that is read next.
-    __device__ __forceinline__ void wait_for_slot() {
+    // Fills the oldest stage again, once every warp has left it, and waits for the stage that is read next.
+    __device__ __forceinline__ void wait_for_stage() {
         if (held) {
             --held;
         } else if (warp == 0) {
-            if (cursor.item < list.items) mbarrier_wait(MoeRing::memory() + 8 * (args.ring_stages + cursor.filled), cursor.phase);
+            if (cursor.work_tile < list.work_tiles) mbarrier_wait(MoePipeline::memory() + 8 * (args.pipeline_stages + cursor.filled), cursor.phase);
             fetch();
         }
-        mbarrier_wait(ring.full(), ring.phase);
+        mbarrier_wait(pipeline.full(), pipeline.phase);
     }
 };

@@ -114,20 +114,20 @@ struct ChunkInput {
     }
 };
 
-// Rounds and stores the rotated block of both rows: per row and (unit, bit 2) sixteen bytes, one word for each k-tile of the
-// unit. Gives every lane of a quad the sums of what was stored, which the tensor cores add up with a matrix of ones.
-__device__ __forceinline__ void store_rows(float (&totals)[2], u8* group, u32 unit_bytes, const float (&sums)[8][2][4], u32 rows,
+// Rounds and stores the rotated block of both rows: per row and (k block, bit 2) sixteen bytes, one word for each k-tile of the
+// k block. Gives every lane of a quad the sums of what was stored, which the tensor cores add up with a matrix of ones.
+__device__ __forceinline__ void store_rows(float (&totals)[2], u8* group, u32 k_block_bytes, const float (&sums)[8][2][4], u32 rows,
                                            u32 block, int lane) {
     const u32 g = lane >> 2, q = lane & 3;
     float ones[4] = {};
 #pragma unroll
-    for (u32 unit = 0; unit < 2; ++unit)
+    for (u32 k_block = 0; k_block < 2; ++k_block)
 #pragma unroll
         for (u32 b2 = 0; b2 < 2; ++b2) {
             u32 words[2][4];
 #pragma unroll
             for (u32 tile = 0; tile < 4; ++tile) {  // bits 5 and 4
-                const float(&d)[4] = sums[2 * (2 * unit + tile / 2) + b2][tile % 2];
+                const float(&d)[4] = sums[2 * (2 * k_block + tile / 2) + b2][tile % 2];
                 words[0][tile] = half_pair(d[0], d[1]), words[1][tile] = half_pair(d[2], d[3]);
             }
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ __forceinline__ void store_rows(float (&totals)[2], u8* group, u32 un
                 mma_half(ones, a, 0x3c003c00u, 0x3c003c00u);
             }
             const u32 matrix = 2 * (2 * b2 + (q & 1)) + (q >> 1);
-            u8* at = group + static_cast<u64>(2 * block + unit) * unit_bytes + matrix * 128 + g * 16;
+            u8* at = group + static_cast<u64>(2 * block + k_block) * k_block_bytes + matrix * 128 + g * 16;
 #pragma unroll
             for (u32 r = 0; r < 2; ++r)
                 if (8 * r < rows)

@@ -4,14 +4,14 @@
 
 extern "C" __global__ void __launch_bounds__(1024) exl3_moe_count(const __grid_constant__ MoeArgs args) {
     extern __shared__ __align__(16) u32 memory[];
-    wait_for_previous();
-    let_next_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     count_experts(args, memory);
 }
 extern "C" __global__ void __launch_bounds__(1024) exl3_moe_route(const __grid_constant__ MoeArgs args) {
     extern __shared__ __align__(16) u32 memory[];
-    wait_for_previous();
-    let_next_start();
+    wait_on_dependent_grids();
+    launch_dependent_grids();
     if (blockIdx.y == 0) route(args, memory, blockIdx.x, gridDim.x);
     else find_largest(args, (blockIdx.y - 1) * gridDim.x + blockIdx.x, (gridDim.y - 1) * gridDim.x);
 }

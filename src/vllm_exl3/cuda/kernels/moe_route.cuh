@@ -61,12 +61,12 @@ __device__ __forceinline__ uint2 add_parts(const MoeArgs& args, u32 expert, u32 
 }
 
 // Lists pieces of CHUNK_ROWS rows: every expert's first, then every expert's second and so on, so that the tokens in work at
-// one time are few and their x stays in the L2. Warps take turns, `turn` of `turns`.
-__device__ __forceinline__ void list_chunks(const MoeArgs& args, const u32* sizes, const u32* starts, u32 turn, u32 turns, u32 lane) {
+// one time are few and their x stays in the L2. Warps take turns, `parity` of `schedule`.
+__device__ __forceinline__ void list_chunks(const MoeArgs& args, const u32* sizes, const u32* starts, u32 parity, u32 schedule, u32 lane) {
     u32 most = 0;
     for (u32 expert = lane; expert < args.experts; expert += 32) most = max(most, sizes[expert]);
     most = __reduce_max_sync(0xffffffffu, most);
-    for (u32 piece = turn; piece * CHUNK_ROWS < most; piece += turns) {
+    for (u32 piece = parity; piece * CHUNK_ROWS < most; piece += schedule) {
         u32 place = 0;  // pieces before, of all experts
         for (u32 expert = lane; expert < args.experts; expert += 32) place += min((sizes[expert] + CHUNK_ROWS - 1) / CHUNK_ROWS, piece);
         place = __reduce_add_sync(0xffffffffu, place);
@@ -138,8 +138,8 @@ __device__ __forceinline__ void route(const MoeArgs& args, u32* memory, u32 part
         const u32 same = __match_any_sync(0xffffffffu, expert);
         u32 place = NOWHERE;
         if (expert >= 0) place = starts[expert] + counts[expert] + __popc(same & ((1u << lane) - 1));
-        if (slot < end) args.places[slot] = place;
-        if (place != NOWHERE) args.order[place] = slot;
+        if (slot < end) args.slot_positions[slot] = place;
+        if (place != NOWHERE) args.sorted_slots[place] = slot;
         __syncwarp();
         if (expert >= 0 && lane == __ffs(same) - 1) counts[expert] += __popc(same);
         __syncwarp();

@@ -32,7 +32,7 @@ __device__ __forceinline__ void route_few(const MoeArgs& args, u32* memory) {
         atomicMax(total, block + count);
         for (u32 row = 0; row < same; row += tile, ++block) args.blocks[block] = {expert, smaller + row, min(tile, same - row), 0};
     }
-    if (expert != NOWHERE) args.order[smaller + earlier] = slot;
+    if (expert != NOWHERE) args.sorted_slots[smaller + earlier] = slot;
     __syncthreads();
     if (slot == 0) args.list_sizes[0] = *total;
 }

@@ -3,7 +3,7 @@
 //
 // How rows lie:
 //   by slot (few rows): [slot][projection], 2·in_features bytes: INTEGER the high and then the low plane of int8, others fp16
-//   grouped (many):     [projection][expert][unit][8 of the expert's rows], 1024 bytes: fp16 as eight 8×8 matrices
+//   grouped (many):     [projection][expert][k block][8 of the expert's rows], 1024 bytes: fp16 as eight 8×8 matrices
 //                       (problem.cuh); an expert's rows begin at a multiple of 8
 #pragma once
 #include "moe_activation.cuh"
@@ -13,7 +13,7 @@
 
 constexpr int ROW_THREADS = 256;
 constexpr u32 GROUP_ROWS = 8;
-constexpr u32 GROUP_BYTES = GROUP_ROWS * UNIT_IN * 2;
+constexpr u32 GROUP_BYTES = GROUP_ROWS * BLOCK_K * 2;
 
 // Four neighbouring channels before suh; beyond `in_width` they are zero.
 __device__ __forceinline__ float4 source_values(const MoeArgs& args, const MoeStage& stage, u32 slot, u32 channel) {
@@ -78,13 +78,13 @@ __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32
     const u16* suh = stage.suh + projection.suh;
     if (args.stage == 1) {
         if (mine)
-            for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) prefetch(suh + channel);
+            for (u32 channel = warp * HADAMARD_SIZE + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * HADAMARD_SIZE) prefetch(suh + channel);
         begin_launch();
     }
     if (!mine) return;
     if (threadIdx.x < 2) reduced[threadIdx.x] = 0;
     u32 bits = 0;
-    for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) {
+    for (u32 channel = warp * HADAMARD_SIZE + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * HADAMARD_SIZE) {
         const float4 value = source_values(args, stage, slot, channel);
         const uint2 raw = *reinterpret_cast<const uint2*>(suh + channel);
         float v[4] = {value.x * half_to_float(u16(raw.x)), value.y * half_to_float(u16(raw.x >> 16)),
@@ -102,7 +102,7 @@ __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32
     const u32 at = slot * stage.projections + index;
     u8* row = stage.rows + static_cast<u64>(at) * 2 * stage.in_features;
     int sum = 0;
-    for (u32 channel = warp * STRIP + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * STRIP) {
+    for (u32 channel = warp * HADAMARD_SIZE + 4 * lane; channel < stage.in_features; channel += ROW_THREADS / 32 * HADAMARD_SIZE) {
         const float4 value = *reinterpret_cast<const float4*>(values + channel);
         sum += store_by_slot(row, value, scale.factor, arithmetic, stage.in_features, channel);
     }
@@ -112,7 +112,7 @@ __device__ __forceinline__ void transform_row(const MoeArgs& args, u32 slot, u32
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        stage.undo[at] = scale.undo;
+        stage.descale[at] = scale.descale;
         if (arithmetic == INTEGER) stage.sums[at] = static_cast<int>(reduced[1]);
     }
 }

@@ -1,4 +1,4 @@
-// One thread block of the narrow kernel: its ring of weights, the activations that it keeps, and where its sums go.
+// One thread block of the narrow kernel: its pipeline of weights, the activations that it caches, and where its sums go.
 #pragma once
 #include "narrow_ends.cuh"
 #include "narrow_input.cuh"
@@ -16,9 +16,9 @@ struct Kinds {
         ((least = Ks::half_bits < least ? Ks::half_bits : least, most = Ks::half_bits > most ? Ks::half_bits : most), ...);
         return least == most ? most : 0;
     }
-    static constexpr u32 slot_bytes(int tiles) {
+    static constexpr u32 stage_bytes(int tiles) {
         u32 most = 0;
-        ((most = max_of(most, ITEM_TILES * (16 * tiles * Ks::half_bits + ROW_PAD))), ...);
+        ((most = max_of(most, K_TILES * (16 * tiles * Ks::half_bits + ROW_PAD))), ...);
         return most;
     }
 
@@ -26,148 +26,148 @@ private:
     static constexpr u32 max_of(u32 a, u32 b) { return a > b ? a : b; }
 };
 
-// What `begin_keeping` found or did: the item's activations are there, or on their way since the items before; now asked for, or only
-// the first of several rounds of them, with the rest of the ring to follow.
-enum Asked { KEPT, FETCHED, ASKED, ASKED_FIRST };
+// What `begin_caching` found or did: the k block's activations are there, or on their way since the k blocks before; now asked for, or only
+// the first of several rounds of them, with the rest of the pipeline to follow.
+enum LoadState { CACHED, IN_FLIGHT, ISSUED, FIRST_ISSUED };
 
-// Whether a warp that rotates in several rounds asks for the rest of its ring after the input of the last. As measured.
-template <class K, class List> constexpr bool ASKS_LATER = List::single && (K::arithmetic != HALF || (K::byte_sums && K::tile_rows > 8));
+// Whether a warp that rotates in several rounds asks for the rest of its pipeline after the input of the last. As measured.
+template <class K, class List> constexpr bool DEFERS_WEIGHTS = List::single && (K::arithmetic != HALF || (K::byte_sums && K::tile_rows > 8));
 
-// One block's state through its strips.
-template <int J, int RING, bool CLUSTER, class List>
+// One block's state through its n tiles.
+template <int J, int STAGES, bool CLUSTER, class List>
 struct NarrowBlock {
     static constexpr bool single = List::single;
-    static constexpr bool together = CLUSTER;  // the blocks of a strip form a cluster
-    static constexpr u32 slot_bytes = List::slot_bytes(J), ring_bytes = RING * slot_bytes;
+    static constexpr bool clustered = CLUSTER;  // the blocks of an n tile form a cluster
+    static constexpr u32 stage_bytes = List::stage_bytes(J), pipeline_bytes = STAGES * stage_bytes;
     const NarrowArgs& args;
-    StripEnds<J, List::tile_rows> ends;
-    u8* records;                    // kept items
+    TileReduction<J, List::tile_rows> reduction;
+    u8* records;                    // cached k blocks
     u32 exchange;                   // shared address: sums of the cluster's blocks
-    u32 kept_begin, kept_end, half; // which, and in which half of the memory for them
-    u32 next_end, end;              // of the items fetched after them; of the block's range
-    u32 ring_end, slot;             // shared addresses: behind the warp's ring, of the slot being read
+    u32 cached_begin, cached_end, buffer; // which, and in which half of the memory for them
+    u32 next_end, end;              // of the k blocks fetched after them; of the block's range
+    u32 pipeline_end, stage;             // shared addresses: behind the warp's pipeline, of the stage being read
     Cursor<J, List::half_bits()> cursor;
     u32 warp;
     int lane;
 
-    __device__ __forceinline__ void start(u32 ring, u32 begin, u32 range_end) {
-        end = range_end, kept_begin = kept_end = next_end = begin, half = 0;
-        cursor.item = begin, cursor.end = end, cursor.left = 0;
+    __device__ __forceinline__ void start(u32 pipeline, u32 begin, u32 range_end) {
+        end = range_end, cached_begin = cached_end = next_end = begin, buffer = 0;
+        cursor.k_block = begin, cursor.end = end, cursor.left = 0;
         cursor.seek(args, warp, lane);
-        ring_end = ring + ring_bytes, slot = ring;
-        fetch_slots(EARLY);
-        slot = ring;
+        pipeline_end = pipeline + pipeline_bytes, stage = pipeline;
+        fetch_stages(EARLY_STAGES);
+        stage = pipeline;
     }
-    __device__ __forceinline__ void fetch_slots(u32 slots) {
+    __device__ __forceinline__ void fetch_stages(u32 stages) {
 #pragma unroll 1
-        for (; slots; --slots, slot += slot_bytes) cursor.fetch(args, slot, warp, lane);
+        for (; stages; --stages, stage += stage_bytes) cursor.fetch(args, stage, warp, lane);
     }
-    __device__ __forceinline__ void next_slot() {
+    __device__ __forceinline__ void next_stage() {
         __syncwarp();
-        cursor.fetch(args, slot, warp, lane);
-        slot += slot_bytes;
-        if (slot == ring_end) slot -= ring_bytes;
+        cursor.fetch(args, stage, warp, lane);
+        stage += stage_bytes;
+        if (stage == pipeline_end) stage -= pipeline_bytes;
     }
-    // Items of a warp that has no columns.
-    __device__ __forceinline__ void skip(u32 items) {
+    // K blocks of a warp that has no columns.
+    __device__ __forceinline__ void skip(u32 k_blocks) {
 #pragma unroll 1
-        for (; items; --items) next_slot();
+        for (; k_blocks; --k_blocks) next_stage();
     }
-    // Makes sure of the activations of an item and, as far as there is room, those after it, in two steps: what memory has is asked
+    // Makes sure of the activations of a k block and, as far as there is room, those after it, in two steps: what memory has is asked
     // for, and waited for. Of what a launch before rotated, the part after that is fetched behind the arithmetic. What other kernels
-    // write is touched after this only. The first time most of a ring is asked for behind the activations, which would come after it.
+    // write is touched after this only. The first time most of a pipeline is asked for behind the activations, which would come after it.
     template <class K>
-    __device__ __forceinline__ Asked begin_keeping(RawOf<K>& raw, u32 item, const NarrowShard& shard) {
-        if (item < kept_end) return KEPT;
-        if (item < next_end) return FETCHED;
-        next_end = min(item + args.kept_items, last_item(shard)), half = 0;
+    __device__ __forceinline__ LoadState begin_caching(RawOf<K>& raw, u32 k_block, const NarrowShard& shard) {
+        if (k_block < cached_end) return CACHED;
+        if (k_block < next_end) return IN_FLIGHT;
+        next_end = min(k_block + args.cached_k_blocks, last_k_block(shard)), buffer = 0;
         if (args.records == nullptr) {
-            const Rotations<K, WARPS> rotations(shared_address(records), args, shard, item, next_end, warp);
+            const Rotations<K, WARPS> rotations(shared_address(records), args, shard, k_block, next_end, warp);
             Rotation at{};
             if (rotations.any()) {
-                at = rotations.spread ? rotations.rotation_of(args, rotations.first) : rotations.rotation(args, lane);
-                if (rotations.spread) load_scales_spread(raw, shard, at, lane);
+                at = rotations.warp_wide ? rotations.rotation_of(args, rotations.first) : rotations.rotation(args, lane);
+                if (rotations.warp_wide) load_scales_warp_wide(raw, shard, at, lane);
                 else load_scales(raw, shard, at, lane);
             }
-            wait_for_previous();
+            wait_on_dependent_grids();
             if (rotations.any()) {
-                if (rotations.spread) load_input_spread(raw, args, at, lane);
+                if (rotations.warp_wide) load_input_warp_wide(raw, args, at, lane);
                 else load_input(raw, args, at, rotations.whole, lane);
             }
-            if (announces()) ends.mark_missing(lane);
-            // A block whose items all fit its rings lets nobody ask for more weights before everybody has asked for input. As measured.
-            if (K::half_bits <= 8 && rotations.spread && !begun() && end - item <= RING) __syncthreads();
-            if (ASKS_LATER<K, List> && !begun() && rotations.more()) return ASKED_FIRST;
+            if (announces_arrival()) reduction.mark_missing(lane);
+            // A block whose k blocks all fit its pipelines lets nobody ask for more weights before everybody has asked for input. As measured.
+            if (K::half_bits <= 8 && rotations.warp_wide && !begun() && end - k_block <= STAGES) __syncthreads();
+            if (DEFERS_WEIGHTS<K, List> && !begun() && rotations.more()) return FIRST_ISSUED;
         } else {
-            wait_for_previous();
+            wait_on_dependent_grids();
             if (begun()) __syncthreads();  // nobody reads the ones before any more
-            fetch_items(shared_address(records), args, shard, item, next_end), end_fetch();
-            if (announces()) ends.mark_missing(lane);
+            fetch_k_blocks(shared_address(records), args, shard, k_block, next_end), cp_async_commit();
+            if (announces_arrival()) reduction.mark_missing(lane);
         }
-        if (!begun()) fill_ring();
-        return ASKED;
+        if (!begun()) fill_pipeline();
+        return ISSUED;
     }
-    // Whether activations were kept before.
-    __device__ __forceinline__ bool begun() const { return kept_begin != kept_end; }
+    // Whether activations were cached before.
+    __device__ __forceinline__ bool begun() const { return cached_begin != cached_end; }
     // Whether this warp says that the block has begun: once, in two steps with a barrier between them.
-    __device__ __forceinline__ bool announces() const { return !together && !begun() && warp == ends.announcer; }
-    // Asks for what `start` has left of the ring.
-    __device__ __forceinline__ void fill_ring() {
-        slot += EARLY * slot_bytes;
-        fetch_slots(RING - EARLY);
-        slot -= ring_bytes;
+    __device__ __forceinline__ bool announces_arrival() const { return !clustered && !begun() && warp == reduction.leader; }
+    // Asks for what `start` has left of the pipeline.
+    __device__ __forceinline__ void fill_pipeline() {
+        stage += EARLY_STAGES * stage_bytes;
+        fetch_stages(STAGES - EARLY_STAGES);
+        stage -= pipeline_bytes;
     }
-    // Until the weights of the slot being read have arrived.
+    // Until the weights of the stage being read have arrived.
     template <class K>
-    __device__ __forceinline__ void wait_for_slot(Asked asked) const {
-        if (ASKS_LATER<K, List> && asked == ASKED_FIRST) wait_for_fetch<EARLY - 1>();
-        else wait_for_fetch<RING - 1>();
+    __device__ __forceinline__ void wait_for_stage(LoadState state) const {
+        if (DEFERS_WEIGHTS<K, List> && state == FIRST_ISSUED) cp_async_wait<EARLY_STAGES - 1>();
+        else cp_async_wait<STAGES - 1>();
     }
     template <class K>
-    __device__ __forceinline__ void end_keeping(Asked asked, RawOf<K>& raw, u32 item, const NarrowShard& shard) {
-        if (asked == KEPT) return;
-        const u32 last = last_item(shard);
-        if (asked == FETCHED) {
-            half ^= args.kept_halves - 1;
-            wait_for_fetch<RING - 1>();  // RING fetches of weights have followed
+    __device__ __forceinline__ void end_caching(LoadState state, RawOf<K>& raw, u32 k_block, const NarrowShard& shard) {
+        if (state == CACHED) return;
+        const u32 last = last_k_block(shard);
+        if (state == IN_FLIGHT) {
+            buffer ^= args.cache_buffers - 1;
+            cp_async_wait<STAGES - 1>();  // STAGES fetches of weights have followed
         } else if (args.records == nullptr) {
             if (begun()) __syncthreads();  // nobody reads the ones before any more
-            Rotations<K, WARPS> rotations(shared_address(records), args, shard, computed_here(item), next_end, warp);
-            rotate_items(raw, rotations, args, shard, computed_here(lane), [&] {
-                if (ASKS_LATER<K, List> && asked == ASKED_FIRST) fill_ring();
+            Rotations<K, WARPS> rotations(shared_address(records), args, shard, rematerialize(k_block), next_end, warp);
+            rotate_k_blocks(raw, rotations, args, shard, rematerialize(lane), [&] {
+                if (DEFERS_WEIGHTS<K, List> && state == FIRST_ISSUED) fill_pipeline();
             });
         } else if (begun()) {
-            wait_for_fetch<0>();
+            cp_async_wait<0>();
         } else {
-            wait_for_fetch<RING - EARLY>();
+            cp_async_wait<STAGES - EARLY_STAGES>();
         }
         if constexpr (WARPGROUPS && K::arithmetic == HALF) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();
-        if (announces()) ends.count(args, lane);
-        kept_begin = item, kept_end = next_end;
-        if (args.kept_halves > 1 && kept_end < last) {
-            next_end = min(kept_end + args.kept_items, last);
-            fetch_items(shared_address(records) + (half ^ 1) * args.kept_items * args.record_bytes, args, shard, kept_end, next_end);
+        if (announces_arrival()) reduction.count(args, lane);
+        cached_begin = k_block, cached_end = next_end;
+        if (args.cache_buffers > 1 && cached_end < last) {
+            next_end = min(cached_end + args.cached_k_blocks, last);
+            fetch_k_blocks(shared_address(records) + (buffer ^ 1) * args.cached_k_blocks * args.record_bytes, args, shard, cached_end, next_end);
         }
     }
-    __device__ __forceinline__ u32 last_item(const NarrowShard& shard) const {
-        return min(end, shard.end_item);
+    __device__ __forceinline__ u32 last_k_block(const NarrowShard& shard) const {
+        return min(end, shard.end_k_block);
     }
-    // Shared address of a kept item's record.
-    __device__ __forceinline__ u32 record_of(u32 item) const {
-        return shared_address(records) + (half * args.kept_items + item - kept_begin) * args.record_bytes;
+    // Shared address of a cached k block's record.
+    __device__ __forceinline__ u32 record_of(u32 k_block) const {
+        return shared_address(records) + (buffer * args.cached_k_blocks + k_block - cached_begin) * args.record_bytes;
     }
 };
 
-// A warp's sums go to whoever finishes the strip.
+// A warp's sums go to whoever finishes the n tile.
 template <class K, int J, class Block>
-__device__ __forceinline__ void end_piece(Block& block, const Totals<K> (&totals)[J], const Strip& strip, bool columns) {
+__device__ __forceinline__ void hand_over_partial(Block& block, const Totals<K> (&totals)[J], const NTile& n_tile, bool columns) {
 #if __CUDA_ARCH__ >= 900
-    if constexpr (Block::together) {
-        wait_for_cluster();
-        if (columns) send_piece<K, J>(block.args, totals, strip, block.exchange, block.warp, block.lane);
+    if constexpr (Block::clustered) {
+        cluster_wait_relaxed();
+        if (columns) send_partial<K, J>(block.args, totals, n_tile, block.exchange, block.warp, block.lane);
         return;
     }
 #endif
-    if (columns) store_piece<K, J>(block.args, totals, strip, block.warp, computed_here(block.lane));
+    if (columns) store_partial<K, J>(block.args, totals, n_tile, block.warp, rematerialize(block.lane));
 }

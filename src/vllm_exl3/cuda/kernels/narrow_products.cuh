@@ -1,31 +1,31 @@
-// One item of one warp: decoded weights times the kept activations, into sums that begin where LaneTokens says.
+// One k block of one warp: decoded weights times the cached activations, into sums that begin where LaneTokens says.
 #pragma once
 #include "narrow_activations.cuh"
 #include "narrow_ring.cuh"
 #include "narrow_words.cuh"
 
-template <class K> using ItemSum = typename Sum<K::arithmetic>::type;
+template <class K> using KBlockSum = typename Sum<K::arithmetic>::type;
 template <class K> constexpr bool INTEGRAL = K::arithmetic == INTEGER || K::arithmetic == BYTE;
 
-// The B operand of a unit of 64 k: lane (g, q) has token plane g of k-tile q. Kept in registers for all tiles, or, where two groups
+// The B operand of 64 k: lane (g, q) has token plane g of k-tile q. Kept in registers for all tiles, or, where two groups
 // of columns leave none to spare, read again for every two products.
 template <class K>
 struct Operand {
-    static constexpr bool kept = K::columns == 1;
-    static constexpr int quads = kept ? K::matrices / 4 : 1;
+    static constexpr bool cached = K::columns == 1;
+    static constexpr int quads = cached ? K::matrices / 4 : 1;
     u32 from;  // the lane's first word
     u32 b[K::columns][4 * quads];
 
     explicit __device__ __forceinline__ Operand(u32 from) : from(from) {
-        if constexpr (kept) load<0>();
+        if constexpr (cached) load<0>();
     }
     // Makes sure of the words of product P.
     template <int P>
     __device__ __forceinline__ void need() {
-        if constexpr (!kept && P % 2 == 0) load<P / 2>();
+        if constexpr (!cached && P % 2 == 0) load<P / 2>();
     }
     template <int P>
-    __device__ __forceinline__ u32 word(int group, int i) const { return b[group][2 * (kept ? P : P % 2) + i]; }
+    __device__ __forceinline__ u32 word(int group, int i) const { return b[group][2 * (cached ? P : P % 2) + i]; }
 
 private:
     template <int FIRST>
@@ -62,9 +62,9 @@ __device__ __forceinline__ u32 weights_of(u32 x, u32 y) {
     else return pack_halves(half_sum(x), half_sum(y));
 }
 
-// Product P of a unit, on top of `start`.
+// Product P of a half of k, on top of `start`.
 template <class K, int P>
-__device__ __forceinline__ void multiply_product(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4],
+__device__ __forceinline__ void multiply_product(KBlockSum<K> (&sums)[K::columns][4], const KBlockSum<K> (&start)[K::columns][4],
                                                  const u32 (&a)[4], Operand<K>& operand) {
     operand.template need<P>();
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_product(ItemSum<K> (&sums)[K::columns][
     }
 }
 
-// A step is a unit of one tile column, 64 k × 16 output channels: its products' A operands.
+// A step is a half of k of one tile column, 64 k × 16 output channels: its products' A operands.
 template <class K> constexpr int PRODUCTS = K::arithmetic == HALF ? 4 : 8;
 template <class K> using Step = u32[PRODUCTS<K>][4];
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void decode_step(Step<K>& a, u32 row, int lane) {
 
 // All products of a step, on top of `start`.
 template <class K, int P = 0>
-__device__ __forceinline__ void multiply_step(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4], const Step<K>& a,
+__device__ __forceinline__ void multiply_step(KBlockSum<K> (&sums)[K::columns][4], const KBlockSum<K> (&start)[K::columns][4], const Step<K>& a,
                                               Operand<K>& operand) {
     multiply_product<K, P>(sums, start, a[P], operand);
     if constexpr (P + 1 < PRODUCTS<K>) multiply_step<K, P + 1>(sums, sums, a, operand);
@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_step(ItemSum<K> (&sums)[K::columns][4],
 
 // The same from a step's words, decoding for one product while another runs.
 template <class K, int I = 0>
-__device__ __forceinline__ void multiply_words(ItemSum<K> (&sums)[K::columns][4], const ItemSum<K> (&start)[K::columns][4],
+__device__ __forceinline__ void multiply_words(KBlockSum<K> (&sums)[K::columns][4], const KBlockSum<K> (&start)[K::columns][4],
                                                const u32 (&words)[K::Window::words], Operand<K>& operand) {
     constexpr int count = PRODUCTS<K> / 4;
     Step<K> a;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_words(ItemSum<K> (&sums)[K::columns][4]
     if constexpr (I + 1 < 4) multiply_words<K, I + 1>(sums, sums, words, operand);
 }
 
-// Where a lane finds a step's words in a slot. Steps are in the order of units, then tile columns.
+// Where a lane finds a step's words in a stage. Steps are in the order of halves of k, then tile columns.
 template <class K, int J>
 __device__ __forceinline__ u32 step_at(int step, int lane) {
     constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = J * tile_bytes + ROW_PAD;
@@ -146,13 +146,13 @@ struct LanePlaces {
     }
 };
 
-// What a lane needs of the tokens of an item: INTEGER columns 2q, 2q+1 are the planes of token q (of 4 a group), else tokens
+// What a lane needs of the tokens of a k block: INTEGER columns 2q, 2q+1 are the planes of token q (of 4 a group), else tokens
 // 2q, 2q+1 (of 8 a group).
 template <class K>
 struct LaneTokens {
     static constexpr int count = K::arithmetic == INTEGER ? 1 : 2;  // a group
-    float undo[K::columns][count];
-    ItemSum<K> start[K::columns][4];
+    float descale[K::columns][count];
+    KBlockSum<K> start[K::columns][4];
 
     template <class Places>
     __device__ __forceinline__ void load(u32 record, const Places& places) {
@@ -168,8 +168,8 @@ struct LaneTokens {
 #pragma unroll
                     for (int j = 0; j < 4; ++j) start[group][j] = static_cast<int>(words[j]);
                 }
-                SharedWords{token + R::undo_at}.run(factor, 0);
-                undo[group][i] = __uint_as_float(factor[0]);
+                SharedWords{token + R::descale_at}.run(factor, 0);
+                descale[group][i] = __uint_as_float(factor[0]);
                 if constexpr (K::arithmetic != INTEGER) {
                     u32 begin[1] = {0};
                     if constexpr (K::byte_sums || K::arithmetic == BYTE) SharedWords{token + R::start_at}.run(begin, 0);
@@ -184,23 +184,23 @@ struct LaneTokens {
     }
 };
 
-// fp32 sums over items: [channel g or g + 8][token].
+// fp32 sums over k blocks: [channel g or g + 8][token].
 template <class K> using Totals = float[K::columns][2][LaneTokens<K>::count];
 
 template <class K>
-__device__ __forceinline__ void add_item(Totals<K>& totals, const ItemSum<K> (&sums)[K::columns][4], const LaneTokens<K>& tokens) {
+__device__ __forceinline__ void add_k_block(Totals<K>& totals, const KBlockSum<K> (&sums)[K::columns][4], const LaneTokens<K>& tokens) {
 #pragma unroll
     for (int group = 0; group < K::columns; ++group) {
 #pragma unroll
         for (int channel = 0; channel < 2; ++channel) {
-            const ItemSum<K>* sum = &sums[group][2 * channel];
+            const KBlockSum<K>* sum = &sums[group][2 * channel];
             if constexpr (K::arithmetic == INTEGER) {
                 const float exact = static_cast<float>(128 * sum[0] + sum[1]);
-                totals[group][channel][0] = fmaf(exact, tokens.undo[group][0], totals[group][channel][0]);
+                totals[group][channel][0] = fmaf(exact, tokens.descale[group][0], totals[group][channel][0]);
             } else {
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
-                    totals[group][channel][i] = fmaf(static_cast<float>(sum[i]), tokens.undo[group][i], totals[group][channel][i]);
+                    totals[group][channel][i] = fmaf(static_cast<float>(sum[i]), tokens.descale[group][i], totals[group][channel][i]);
             }
         }
     }

@@ -1,7 +1,7 @@
 // The trellis GEMM for many tokens on Hopper: weights are decoded to fp16 in registers, as the A operand of wgmma, once for
 // up to 256 tokens.
 //
-// One warp of the first warpgroup fetches units into a ring. The others multiply in pairs, a pair one Hadamard block: 64
+// One warp of the first warpgroup fetches k blocks into a pipeline. The others multiply in pairs, a pair one Hadamard block: 64
 // output channels a warpgroup, one tile column a warp. A warpgroup has one product in flight while it decodes the weights of
 // the next: a second product queued behind the first would stall the warp until the tensor cores take it, and every
 // warpgroup would decode at the same time.
@@ -11,106 +11,106 @@
 #include "prefill_parts.cuh"
 #include "wgmma.cuh"
 
-constexpr int PRODUCERS = 128;
+constexpr int PRODUCER_THREADS = 128;
 
-// A ring of units: weights as four rows of the block's tiles, then activations.
-struct UnitRing {
+// A pipeline of k blocks: weights as four rows of the block's tiles, then activations.
+struct PrefillPipeline {
     u32 base, stride, stages, full, empty;  // shared addresses; barriers, `stages` of each sort
-    u32 slot = 0, phase = 0, at;            // the slot that is next, the parity of its barrier, its address
+    u32 index = 0, phase = 0, stage;            // the stage that is next, the parity of its barrier, its address
 
-    __device__ __forceinline__ UnitRing(const PrefillArgs& args, u32 memory, u32 staging_bytes, u32 activation_bytes) {
+    __device__ __forceinline__ PrefillPipeline(const PrefillArgs& args, u32 memory, u32 staging_bytes, u32 activation_bytes) {
         stages = args.stages, full = memory + 16, empty = full + 8 * stages;
-        base = at = memory + BARRIER_BYTES + staging_bytes;
+        base = stage = memory + BARRIER_BYTES + staging_bytes;
         stride = args.weight_bytes + activation_bytes;
     }
     __device__ __forceinline__ void next() {
-        ++slot, at += stride;
-        if (slot == stages) slot = 0, at = base, phase ^= 1;
+        ++index, stage += stride;
+        if (index == stages) index = 0, stage = base, phase ^= 1;
     }
 };
 
-// Where the units of a segment lie, and how they are fetched.
+// Where the k blocks of a work tile lie, and how they are fetched.
 template <class S>
-struct UnitSource {
-    static constexpr u32 share = S::activation_bytes / S::CLUSTER;  // of a unit's activations, that this block brings to all
+struct KBlockLoader {
+    static constexpr u32 multicast_bytes = S::activation_bytes / S::CLUSTER;  // of a k block's activations, that this block brings to all
     const u8* weights;
     const u8* activations;
     u64 pitch;                 // bytes from one k-tile row to the next
-    u32 bytes, row_bytes;      // of a k-tile row: what there is, and its place in the ring
-    u32 weight_bytes, offset;  // of a unit's weights in the ring; of the block's share of the activations behind them
+    u32 bytes, row_bytes;      // of a k-tile row: what there is, and its place in the pipeline
+    u32 weight_bytes, offset;  // of a k block's weights in the pipeline; of the block's slice of the activations behind them
 
-    __device__ __forceinline__ UnitSource(const PrefillArgs& args, const PrefillSegment& segment, u32 rank) {
-        const PrefillShard& shard = args.shards[segment.shard];
-        const u32 strip_bytes = 8 * 16 * shard.half_bits, blocks = shard.out_features / STRIP;
+    __device__ __forceinline__ KBlockLoader(const PrefillArgs& args, const PrefillWorkTile& work, u32 rank) {
+        const PrefillShard& shard = args.shards[work.shard];
+        const u32 n_block_bytes = 8 * 16 * shard.half_bits, blocks = shard.out_features / HADAMARD_SIZE;
         // Beyond the shard's last Hadamard block, a block of the cluster repeats it and a pair has nothing.
-        const u32 block = min(S::STRIPS * segment.strip + S::PAIRS * rank, blocks - 1);
-        bytes = min(u32(S::PAIRS), blocks - block) * strip_bytes, row_bytes = S::PAIRS * strip_bytes + WEIGHT_PAD;
-        pitch = static_cast<u64>(blocks) * strip_bytes;
-        weights = reinterpret_cast<const u8*>(shard.trellis) + 4 * segment.begin * pitch + block * strip_bytes;
-        weight_bytes = args.weight_bytes, offset = rank * share;
+        const u32 block = min(S::N_BLOCKS * work.n_tile + S::PAIRS * rank, blocks - 1);
+        bytes = min(u32(S::PAIRS), blocks - block) * n_block_bytes, row_bytes = S::PAIRS * n_block_bytes + WEIGHT_PAD;
+        pitch = static_cast<u64>(blocks) * n_block_bytes;
+        weights = reinterpret_cast<const u8*>(shard.trellis) + 4 * work.begin * pitch + block * n_block_bytes;
+        weight_bytes = args.weight_bytes, offset = rank * multicast_bytes;
         activations = args.activations + offset + S::activation_bytes *
-            static_cast<u64>((segment.shard * args.row_tiles + segment.row_tile) * (args.in_features / UNIT_IN) + segment.begin);
+            static_cast<u64>((work.shard * args.row_tiles + work.row_tile) * (args.in_features / BLOCK_K) + work.begin);
     }
-    __device__ __forceinline__ void fetch_weights(const UnitRing& ring) {
-        const u32 barrier = ring.full + 8 * ring.slot;
-        if (one_lane()) {
-            mbarrier_expect(barrier, 4 * bytes + S::activation_bytes);
+    __device__ __forceinline__ void fetch_weights(const PrefillPipeline& pipeline) {
+        const u32 barrier = pipeline.full + 8 * pipeline.index;
+        if (elect_one()) {
+            mbarrier_arrive_expect_tx(barrier, 4 * bytes + S::activation_bytes);
 #pragma unroll
-            for (int row = 0; row < 4; ++row) copy_to_shared(ring.at + row * row_bytes, weights + row * pitch, bytes, barrier);
+            for (int row = 0; row < 4; ++row) bulk_copy(pipeline.stage + row * row_bytes, weights + row * pitch, bytes, barrier);
         }
         weights += 4 * pitch;
     }
-    __device__ __forceinline__ void fetch_activations(const UnitRing& ring) {
-        const u32 barrier = ring.full + 8 * ring.slot, target = ring.at + weight_bytes + offset;
-        if (one_lane()) {
-            if constexpr (S::CLUSTER == 1) copy_to_shared(target, activations, share, barrier);
-            else copy_to_cluster(target, activations, share, barrier, (1 << S::CLUSTER) - 1);
+    __device__ __forceinline__ void fetch_activations(const PrefillPipeline& pipeline) {
+        const u32 barrier = pipeline.full + 8 * pipeline.index, target = pipeline.stage + weight_bytes + offset;
+        if (elect_one()) {
+            if constexpr (S::CLUSTER == 1) bulk_copy(target, activations, multicast_bytes, barrier);
+            else bulk_copy_multicast(target, activations, multicast_bytes, barrier, (1 << S::CLUSTER) - 1);
         }
         activations += S::activation_bytes;
     }
 };
 
-// Fetches every unit of the cluster's segments. One warp.
+// Fetches every k block of the cluster's work tiles. One warp.
 template <class S>
-__device__ __forceinline__ void produce(const PrefillArgs& args, UnitRing ring, u32 rank) {
-    PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
-    PrefillSegment segment;
-    ring.phase = 1;  // the first round finds empty slots
-    for (bool first = true; walk.next(args, segment); first = false) {
-        UnitSource<S> source(args, segment, rank);
-        u32 unit = segment.begin;
+__device__ __forceinline__ void produce(const PrefillArgs& args, PrefillPipeline pipeline, u32 rank) {
+    PrefillScheduler scheduler(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
+    PrefillWorkTile work;
+    pipeline.phase = 1;  // the first round finds empty stages
+    for (bool first = true; scheduler.next(args, work); first = false) {
+        KBlockLoader<S> source(args, work, rank);
+        u32 k_block = work.begin;
         if (first) {
             // Weights never change; all else is written by the kernel ahead.
-            const u32 ahead = min(ring.stages, segment.end - unit);
-            UnitRing early = ring;
+            const u32 ahead = min(pipeline.stages, work.end - k_block);
+            PrefillPipeline early = pipeline;
             for (u32 i = 0; i < ahead; ++i, early.next()) source.fetch_weights(early);
-            wait_for_previous();
-            for (u32 i = 0; i < ahead; ++i, ring.next()) source.fetch_activations(ring);
-            unit += ahead;
+            wait_on_dependent_grids();
+            for (u32 i = 0; i < ahead; ++i, pipeline.next()) source.fetch_activations(pipeline);
+            k_block += ahead;
         }
-        for (; unit < segment.end; ++unit, ring.next()) {
-            mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);
-            source.fetch_weights(ring);
-            source.fetch_activations(ring);
+        for (; k_block < work.end; ++k_block, pipeline.next()) {
+            mbarrier_wait(pipeline.empty + 8 * pipeline.index, pipeline.phase);
+            source.fetch_weights(pipeline);
+            source.fetch_activations(pipeline);
         }
     }
     // The block must not leave before the others of its cluster have written to it for the last time. Their copies are there before its
-    // own warps release a slot; what comes last is that others release theirs, at its `empty` barriers. A slot that was never filled has
+    // own warps release a stage; what comes last is that others release theirs, at its `empty` barriers. A stage that was never filled has
     // nothing to wait for: its barrier is in its first phase, and the parity asked for is that of the one before.
     if constexpr (S::CLUSTER > 1)
 #pragma unroll 1
-        for (u32 i = 0; i < ring.stages; ++i, ring.next()) mbarrier_wait(ring.empty + 8 * ring.slot, ring.phase);
+        for (u32 i = 0; i < pipeline.stages; ++i, pipeline.next()) mbarrier_wait(pipeline.empty + 8 * pipeline.index, pipeline.phase);
 }
 
 struct PrefillBlock {
     const PrefillArgs& args;
-    UnitRing ring;
+    PrefillPipeline pipeline;
     Staging& staging; // shared, the pair's
-    CutTiles& cut;    // the same
-    u32 place;        // which Hadamard block of the strip is the pair's
+    SplitTiles& split_tiles;    // the same
+    u32 place;        // which Hadamard block of the n tile is the pair's
     int pair, warp, lane, thread;  // the latter three in the pair
 
-    __device__ __forceinline__ void sync() const { sync_threads(1 + pair, PAIR_THREADS); }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(1 + pair, PAIR_THREADS); }
 };
 
 // Starts a product and waits for the one before it. A is complete before it and `words` are read after it. `b` is the low
@@ -127,9 +127,9 @@ __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4],
 }
 
 template <class K, int PAIRS>
-__device__ __forceinline__ void load_unit(u32 (&words)[K::Window::words], const PrefillBlock& block) {
+__device__ __forceinline__ void load_k_block(u32 (&words)[K::Window::words], const PrefillBlock& block) {
     constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = PAIRS * 8 * tile_bytes + WEIGHT_PAD;
-    load_words<K::half_bits>(words, SharedWords{block.ring.at + (block.lane & 3) * row_bytes + (PAIR_WARPS * block.pair + block.warp) * tile_bytes},
+    load_words<K::half_bits>(words, SharedWords{block.pipeline.stage + (block.lane & 3) * row_bytes + (PAIR_WARPS * block.pair + block.warp) * tile_bytes},
                              block.lane);
 }
 
@@ -138,28 +138,28 @@ __device__ __forceinline__ void release(u32 empty, int lane) {
     if constexpr (CLUSTER == 1) {
         if (lane == 0) mbarrier_arrive(empty);
     } else {
-        if (lane < CLUSTER) mbarrier_arrive_at(empty, lane);
+        if (lane < CLUSTER) mbarrier_arrive_remote(empty, lane);
     }
 }
 
-// Shared memory that ends of tiles take.
-template <class S> constexpr u32 end_bytes = S::PAIRS == 1 ? Outputs<S::TOKENS>::bytes : S::PAIRS * STAGING_BYTES;
+// Shared memory that finishes of tiles take.
+template <class S> constexpr u32 epilogue_bytes = S::PAIRS == 1 ? HadamardEpilogue<S::TOKENS>::bytes : S::PAIRS * STAGING_BYTES;
 
-// Multiplies a segment of shards of one kind. Which of the overloads serves is the shape's choice.
+// Multiplies a work tile of shards of one kind. Which of the overloads serves is the shape's choice.
 template <class K, int TOKENS, int PAIRS, int CLUSTER>
-__device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, PrefillBlock& block, const PrefillSegment& segment) {
+__device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, PrefillBlock& block, const PrefillWorkTile& work) {
     using S = Shape<TOKENS, PAIRS, CLUSTER>;
     float sums[TOKENS / 2] = {};
     u32 even[4], odd[4], words[K::Window::words];
-    UnitRing& ring = block.ring;
-    fetch_scales<S>(block, segment);
-    mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
-    load_unit<K, S::PAIRS>(words, block);
+    PrefillPipeline& pipeline = block.pipeline;
+    fetch_scales<S>(block, work);
+    mbarrier_wait(pipeline.full + 8 * pipeline.index, pipeline.phase);
+    load_k_block<K, S::PAIRS>(words, block);
     decode_step<K, 0>(even, words);
-    u32 before = 0;  // the empty barrier of the unit before, whose last product is still in flight
-    for (u32 left = segment.end - segment.begin; left != 0; --left) {
+    u32 before = 0;  // the empty barrier of the k block before, whose last product is still in flight
+    for (u32 left = work.end - work.begin; left != 0; --left) {
         // In a cluster a shared address names its block above bit 24, where a descriptor has other things.
-        const u32 b = u32(matrix_descriptor<TOKENS * 16>((ring.at + block.args.weight_bytes) & 0x3ffff));
+        const u32 b = u32(matrix_descriptor<TOKENS * 16>((pipeline.stage + block.args.weight_bytes) & 0x3ffff));
         multiply<TOKENS>(sums, even, b, words);
         if (before) release<S::CLUSTER>(before, block.lane);
         decode_step<K, 1>(odd, words);
@@ -167,72 +167,72 @@ __device__ __forceinline__ void consume(K, Shape<TOKENS, PAIRS, CLUSTER>, Prefil
         decode_step<K, 2>(even, words);
         multiply<TOKENS>(sums, even, b + 4 * TOKENS, words);
         decode_step<K, 3>(odd, words);
-        before = ring.empty + 8 * ring.slot;
-        ring.next();
-        // Behind the last unit this reads a slot that holds nothing of interest, and nobody uses it.
-        if (left > 1) mbarrier_wait(ring.full + 8 * ring.slot, ring.phase);
-        load_unit<K, S::PAIRS>(words, block);
+        before = pipeline.empty + 8 * pipeline.index;
+        pipeline.next();
+        // Behind the last k block this reads a stage that has undefined contents, and nobody uses it.
+        if (left > 1) mbarrier_wait(pipeline.full + 8 * pipeline.index, pipeline.phase);
+        load_k_block<K, S::PAIRS>(words, block);
         multiply<TOKENS>(sums, odd, b + 6 * TOKENS, words);
         decode_step<K, 0>(even, words);
     }
     warpgroup_wait();
     release<S::CLUSTER>(before, block.lane);
     if constexpr (PAIRS > 1) {
-        finish_tile<S>(sums, block, segment);
-    } else if (has_block<S>(block.args, segment, block.place)) {
-        const u32 first_row = segment.row_tile * TOKENS;
-        if (segment.complete)
-            Outputs<TOKENS>(reinterpret_cast<u8*>(&block.staging)).end(sums, block, block.args.shards[segment.shard], S::STRIPS * segment.strip + block.place,
+        finish_tile<S>(sums, block, work);
+    } else if (has_block<S>(block.args, work, block.place)) {
+        const u32 first_row = work.row_tile * TOKENS;
+        if (work.complete)
+            HadamardEpilogue<TOKENS>(reinterpret_cast<u8*>(&block.staging)).run(sums, block, block.args.shards[work.shard], S::N_BLOCKS * work.n_tile + block.place,
                                                                       first_row, min(u32(TOKENS), block.args.rows - first_row));
-        else leave_sums<S>(sums, block, segment);
+        else store_partials<S>(sums, block, work);
     }
 }
 
 template <class S, class... Ks>
-__device__ __forceinline__ void dispatch_kind(PrefillKinds<Ks...>, PrefillBlock& block, const PrefillSegment& segment) {
-    const u32 kind = block.args.shards[segment.shard].kind;
+__device__ __forceinline__ void dispatch_kind(PrefillKinds<Ks...>, PrefillBlock& block, const PrefillWorkTile& work) {
+    const u32 kind = block.args.shards[work.shard].kind;
     u32 index = 0;
-    ((index++ == kind ? consume(Ks{}, S{}, block, segment) : void()), ...);
+    ((index++ == kind ? consume(Ks{}, S{}, block, work) : void()), ...);
 }
 
 // COPYING, REGISTERS: registers of a thread of the first warpgroup, and of those that multiply.
 template <class S, int COPYING, int REGISTERS, class List>
 __device__ __forceinline__ void prefill(const PrefillArgs& args) {
     // Warpgroups get only what the block was started with: asking for more waits forever.
-    constexpr int threads = PRODUCERS + S::PAIRS * PAIR_THREADS, started = 65536 / threads / 8 * 8;
-    static_assert(PRODUCERS * COPYING + S::PAIRS * PAIR_THREADS * REGISTERS <= threads * started, "more registers than the block has");
+    constexpr int threads = PRODUCER_THREADS + S::PAIRS * PAIR_THREADS, started = 65536 / threads / 8 * 8;
+    static_assert(PRODUCER_THREADS * COPYING + S::PAIRS * PAIR_THREADS * REGISTERS <= threads * started, "more registers than the block has");
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-    const u32 rank = S::CLUSTER == 1 ? 0 : rank_in_cluster();
-    UnitRing ring(args, shared_address(memory), end_bytes<S>, S::activation_bytes);
+    const u32 rank = S::CLUSTER == 1 ? 0 : cluster_rank();
+    PrefillPipeline pipeline(args, shared_address(memory), epilogue_bytes<S>, S::activation_bytes);
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < ring.stages; ++i)
-            mbarrier_init(ring.full + 8 * i, 1), mbarrier_init(ring.empty + 8 * i, PAIR_WARPS * S::STRIPS);
-        mbarrier_init_visible();
+        for (u32 i = 0; i < pipeline.stages; ++i)
+            mbarrier_init(pipeline.full + 8 * i, 1), mbarrier_init(pipeline.empty + 8 * i, PAIR_WARPS * S::N_BLOCKS);
+        fence_barrier_init();
     }
     if constexpr (S::CLUSTER == 1) __syncthreads();
-    else cluster_started(), wait_for_cluster();
-    let_next_start();
-    if (warp < PRODUCERS / 32) {
+    else cluster_arrive_relaxed(), cluster_wait_relaxed();
+    launch_dependent_grids();
+    if (warp < PRODUCER_THREADS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));
-        if (warp == 0) produce<S>(args, ring, rank);
+        if (warp == 0) produce<S>(args, pipeline, rank);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-        const u32 pair = (warp - PRODUCERS / 32) / PAIR_WARPS;
-        PrefillBlock block{args, ring, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES),
-                           *reinterpret_cast<CutTiles*>(memory + BARRIER_BYTES - (pair + 1) * sizeof(CutTiles))};
-        block.pair = pair, block.warp = (warp - PRODUCERS / 32) % PAIR_WARPS, block.lane = lane;
+        const u32 pair = (warp - PRODUCER_THREADS / 32) / PAIR_WARPS;
+        PrefillBlock block{args, pipeline, *reinterpret_cast<Staging*>(memory + BARRIER_BYTES + pair * STAGING_BYTES),
+                           *reinterpret_cast<SplitTiles*>(memory + BARRIER_BYTES - (pair + 1) * sizeof(SplitTiles))};
+        block.pair = pair, block.warp = (warp - PRODUCER_THREADS / 32) % PAIR_WARPS, block.lane = lane;
         block.thread = 32 * block.warp + lane, block.place = rank * S::PAIRS + block.pair;
-        // Parts of larger tiles are ended by a launch of their own: it has more threads, and so much to read hides what it costs.
-        const bool ends = S::PAIRS > 1 && args.arrivals != nullptr;
-        if (ends && block.thread == 32) block.cut.find(args, blockIdx.x / S::CLUSTER);
-        wait_for_previous();
-        if constexpr (S::PAIRS == 1) Outputs<S::TOKENS>(memory + BARRIER_BYTES).write_matrix(block.thread);
-        PrefillWalk walk(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
-        PrefillSegment segment;
-        while (walk.next(args, segment)) dispatch_kind<S>(List{}, block, segment);
+        // Parts of larger tiles are finished by a launch of their own: it has more threads, and so much to read hides what it costs.
+        const bool fuses_reduction = S::PAIRS > 1 && args.arrivals != nullptr;
+        if (fuses_reduction && block.thread == 32) block.split_tiles.find(args, blockIdx.x / S::CLUSTER);
+        wait_on_dependent_grids();
+        if constexpr (S::PAIRS == 1) HadamardEpilogue<S::TOKENS>(memory + BARRIER_BYTES).write_matrix(block.thread);
+        PrefillScheduler scheduler(args, blockIdx.x / S::CLUSTER, gridDim.x / S::CLUSTER);
+        PrefillWorkTile work;
+        while (scheduler.next(args, work)) dispatch_kind<S>(List{}, block, work);
         if constexpr (S::PAIRS > 1) {
-            if (ends) end_parts<S>(block);
+            if (fuses_reduction) reduce_splits<S>(block);
         }
     }
 }

@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 weight_bytes(u32 first, u32 second) {
     return both;
 }
 
-// The weights of ring positions P..P+3, one a byte.
+// The weights of pipeline positions P..P+3, one a byte.
 template <class W, int P>
 __device__ __forceinline__ u32 decode_bytes(const u32 (&words)[W::words]) {
     const u32 x0 = product_word<MUL1, W::twice>(W::template get<P>(words));
@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 decode_bytes(const u32 (&words)[W::words]) {
     return __byte_perm(weight_bytes(x0, x1), weight_bytes(x2, x3), 0x7531);
 }
 
-// The A operand of product P of a unit.
+// The A operand of product P of a k block.
 template <class K, int P>
 __device__ __forceinline__ void decode_bytes_step(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
     a[0] = decode_bytes<typename K::Window, 16 * P>(words);

@@ -1,7 +1,7 @@
 // The end of a tile: output Hadamard, the row's scale, svh, bias, crop and cast; or, of a part of a tile, its sums to memory.
 //
 // `Block` is the state of the 256 threads that hold a Hadamard block: args, staging, place (which Hadamard block of the
-// strip), warp, lane, thread among them, and sync(). The block's transform takes a barrier and a trip through
+// n tile), warp, lane, thread among them, and sync(). The block's transform takes a barrier and a trip through
 // shared memory: of a row's 128 channels a thread then holds 32.
 #pragma once
 #include "hadamard.cuh"
@@ -14,44 +14,44 @@ __device__ __forceinline__ void copy_async(u32 target, const void* source) {
 
 // False for a cluster's blocks beyond the shard's last.
 template <class S>
-__device__ __forceinline__ bool has_block(const PrefillArgs& args, const PrefillSegment& segment, u32 place) {
-    return S::STRIPS * segment.strip + place < args.shards[segment.shard].out_features / STRIP;
+__device__ __forceinline__ bool has_block(const PrefillArgs& args, const PrefillWorkTile& work, u32 place) {
+    return S::N_BLOCKS * work.n_tile + place < args.shards[work.shard].out_features / HADAMARD_SIZE;
 }
 
 // Starts to fetch what the end of a tile of `tokens` rows from `first_row` on needs, with `threads` threads.
-__device__ __forceinline__ void fetch_scales(const PrefillArgs& args, Staging& staging, u32 shard_index, u32 strip, u32 first_row, u32 tokens,
+__device__ __forceinline__ void fetch_scales(const PrefillArgs& args, Staging& staging, u32 shard_index, u32 n_block, u32 first_row, u32 tokens,
                                              u32 thread, u32 threads) {
     const PrefillShard& shard = args.shards[shard_index];
     for (u32 i = thread; i < min(tokens, args.rows - first_row); i += threads)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&staging.undo[i])),
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&staging.descale[i])),
                      "l"(args.scales + shard_index * args.rows + first_row + i) : "memory");
-    if (strip >= shard.out_features / STRIP) return;
-    if (thread < STRIP / 8) copy_async(shared_address(&staging.svh[8 * thread]), shard.svh + strip * STRIP + 8 * thread);
+    if (n_block >= shard.out_features / HADAMARD_SIZE) return;
+    if (thread < HADAMARD_SIZE / 8) copy_async(shared_address(&staging.svh[8 * thread]), shard.svh + n_block * HADAMARD_SIZE + 8 * thread);
     if (args.bias == nullptr) return;
-    for (u32 i = thread; i < STRIP; i += threads) {
-        const u32 kept = strip * STRIP + i - shard.crop_start;  // wraps below the crop: one comparison serves both ends
+    for (u32 i = thread; i < HADAMARD_SIZE; i += threads) {
+        const u32 kept = n_block * HADAMARD_SIZE + i - shard.crop_start;  // wraps below the crop: one comparison serves both finishes
         staging.bias[i] = kept < shard.crop_size ? load_element(args.bias, shard.out_column + kept, args.bias_type) : 0.0f;
     }
 }
 template <class S, class Block>
-__device__ __forceinline__ void fetch_scales(Block& block, const PrefillSegment& segment) {
-    if (S::PAIRS > 1 || segment.complete)  // two pairs end parts of tiles, too
-        fetch_scales(block.args, block.staging, segment.shard, S::STRIPS * segment.strip + block.place, segment.row_tile * S::TOKENS, S::TOKENS,
+__device__ __forceinline__ void fetch_scales(Block& block, const PrefillWorkTile& work) {
+    if (S::PAIRS > 1 || work.complete)  // two pairs end parts of tiles, too
+        fetch_scales(block.args, block.staging, work.shard, S::N_BLOCKS * work.n_tile + block.place, work.row_tile * S::TOKENS, S::TOKENS,
                      block.thread, PAIR_THREADS);
 }
 
-// Leaves the sums of a part of a tile in memory, where the parts will be added up.
-template <class S, class Parts = HalfParts, class Block>
-__device__ __forceinline__ void leave_sums(const typename Parts::Sum (&sums)[S::TOKENS / 2], const Block& block, const PrefillSegment& segment) {
+// Stores the sums of a part of a tile in memory, where the parts will be added up.
+template <class S, class Partials = HalfPartials, class Block>
+__device__ __forceinline__ void store_partials(const typename Partials::Sum (&sums)[S::TOKENS / 2], const Block& block, const PrefillWorkTile& work) {
     const PrefillArgs& args = block.args;
     const u32 range = blockIdx.x / S::CLUSTER;
-    uint4* to = prefill_partials<Parts>(args, range, segment.cut_tile * (args.in_features / UNIT_IN), block.place) + block.thread;
+    uint4* to = prefill_partials<Partials>(args, range, work.split_tile * (args.in_features / BLOCK_K), block.place) + block.thread;
 #pragma unroll
     for (u32 i = 0; i < S::TOKENS / 16; ++i) {
-        uint4 part[Parts::VECTORS];
-        Parts::pack(part, sums + 8 * i);
+        uint4 split[Partials::VECTORS];
+        Partials::pack(split, sums + 8 * i);
 #pragma unroll
-        for (u32 j = 0; j < Parts::VECTORS; ++j) __stcg(to + (Parts::VECTORS * i + j) * PAIR_THREADS, part[j]);
+        for (u32 j = 0; j < Partials::VECTORS; ++j) __stcg(to + (Partials::VECTORS * i + j) * PAIR_THREADS, split[j]);
     }
 }
 
@@ -122,7 +122,7 @@ __device__ __forceinline__ void store_vectors(const float (&v)[COUNT], const Pre
 // channels with bit 3, and with four of them the upper two have those with bit 6.
 template <int COUNT>
 struct RowPart {
-    static constexpr u32 channels = COUNT, lanes = STRIP / COUNT, rows = 32 / lanes;  // lanes of a row, rows of a warp
+    static constexpr u32 channels = COUNT, lanes = HADAMARD_SIZE / COUNT, rows = 32 / lanes;  // lanes of a row, rows of a warp
     u32 row, place;
 
     __device__ __forceinline__ explicit RowPart(int lane) : row(lane % rows), place(8 * (lane / rows & 1) + 64 * (lane / rows >> 1)) {}
@@ -142,7 +142,7 @@ struct RowPart {
             v[i] = values.x, v[i + 1] = values.y, v[i + 2] = values.z, v[i + 3] = values.w;
         }
     }
-    __device__ __forceinline__ void keep(const float (&v)[COUNT], float* to) const {
+    __device__ __forceinline__ void store_shared_row(const float (&v)[COUNT], float* to) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 4)
             *reinterpret_cast<float4*>(to + row * OUTPUT_PITCH + place + 16 * (i / 8) + i % 8) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
@@ -171,8 +171,8 @@ struct Crop {
     u32 first;   // stored column where the block begins
     bool whole;  // all columns are returned, and vectors of them are aligned
 
-    __device__ __forceinline__ Crop(const PrefillArgs& args, const PrefillShard& shard, u32 strip) : shard(shard), first(strip * STRIP) {
-        whole = first >= shard.crop_start && first + STRIP <= shard.crop_start + shard.crop_size &&
+    __device__ __forceinline__ Crop(const PrefillArgs& args, const PrefillShard& shard, u32 n_block) : shard(shard), first(n_block * HADAMARD_SIZE) {
+        whole = first >= shard.crop_start && first + HADAMARD_SIZE <= shard.crop_start + shard.crop_size &&
             ((args.out_stride | shard.out_column | shard.crop_start) & 7) == 0 && reinterpret_cast<u64>(args.out) % 16 == 0;
     }
     __device__ __forceinline__ i64 place(const PrefillArgs& args, u32 row) const {
@@ -183,7 +183,7 @@ struct Crop {
 #pragma unroll 1
         for (u32 end = row + count; row < end; ++row, from += OUTPUT_PITCH)
 #pragma unroll 1
-            for (u32 channel = lane; channel < STRIP; channel += 32) {
+            for (u32 channel = lane; channel < HADAMARD_SIZE; channel += 32) {
                 const u32 kept = first + channel - shard.crop_start;  // wraps below the crop
                 if (kept < shard.crop_size) store_element(args.out, row * args.out_stride + shard.out_column + kept, args.out_type, from[channel]);
             }
@@ -193,20 +193,20 @@ struct Crop {
 // Rotates, scales and stores what a warp has of staged rows. `from`: the warp's first row in shared memory, which is row `token`
 // of a tile that has `rows` rows and begins at row `first_row`.
 template <class Part>
-__device__ __forceinline__ void finish_part(const PrefillArgs& args, Staging& staging, const PrefillShard& shard, u32 strip, float* from,
+__device__ __forceinline__ void finish_part(const PrefillArgs& args, Staging& staging, const PrefillShard& shard, u32 n_block, float* from,
                                             u32 token, u32 first_row, u32 rows, int lane) {
-    const Part part(lane);
+    const Part split(lane);
     float v[Part::channels];
-    part.load(v, from);
-    part.rotate(v, lane);
-    part.scale(v, staging.undo[token + part.row] * HADAMARD_SCALE, staging.svh);
-    if (args.bias != nullptr) part.add_bias(v, staging.bias);
-    const Crop crop(args, shard, strip);
+    split.load(v, from);
+    split.rotate(v, lane);
+    split.scale(v, staging.descale[token + split.row] * HADAMARD_SCALE, staging.svh);
+    if (args.bias != nullptr) split.add_bias(v, staging.bias);
+    const Crop crop(args, shard, n_block);
     if (crop.whole) {
-        if (token + part.row < rows) store_vectors<16>(v, args, crop.place(args, first_row + token + part.row) + part.place);
+        if (token + split.row < rows) store_vectors<16>(v, args, crop.place(args, first_row + token + split.row) + split.place);
     } else {
         __syncwarp();
-        part.keep(v, from);
+        split.store_shared_row(v, from);
         __syncwarp();
         if (token < rows) crop.store(args, from, min(Part::rows, rows - token), first_row + token, lane);
     }
@@ -214,7 +214,7 @@ __device__ __forceinline__ void finish_part(const PrefillArgs& args, Staging& st
 
 // Output Hadamard, scales, bias, crop and cast of `rows` rows from `first_row` on of one Hadamard block.
 template <class S, class Block>
-__device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillShard& shard, u32 strip,
+__device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillShard& shard, u32 n_block,
                                             u32 first_row, u32 rows) {
     using Part = RowPart<STAGED / 2>;
     Staging& staging = block.staging;
@@ -225,18 +225,18 @@ __device__ __forceinline__ void finish_rows(const float (&sums)[S::TOKENS / 2], 
         if (first > 0) block.sync();  // the tokens before have been read
         stage_tokens<0>(sums + first / 2, staged);
         block.sync();
-        finish_part<Part>(block.args, staging, shard, strip, staging.row(mine), first + mine, first_row, rows, block.lane);
+        finish_part<Part>(block.args, staging, shard, n_block, staging.row(mine), first + mine, first_row, rows, block.lane);
     }
     block.sync();  // the next tile's tokens go where this one's last may be
 }
 
 template <class S, class Block>
-__device__ __forceinline__ void finish_tile(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillSegment& segment) {
+__device__ __forceinline__ void finish_tile(const float (&sums)[S::TOKENS / 2], Block& block, const PrefillWorkTile& work) {
     const PrefillArgs& args = block.args;
-    const PrefillShard& shard = args.shards[segment.shard];
-    const u32 strip = S::STRIPS * segment.strip + block.place, first_row = segment.row_tile * S::TOKENS;
+    const PrefillShard& shard = args.shards[work.shard];
+    const u32 n_block = S::N_BLOCKS * work.n_tile + block.place, first_row = work.row_tile * S::TOKENS;
     asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
-    if (!has_block<S>(args, segment, block.place)) return;
-    if (segment.complete) finish_rows<S>(sums, block, shard, strip, first_row, min(u32(S::TOKENS), args.rows - first_row));
-    else leave_sums<S>(sums, block, segment);
+    if (!has_block<S>(args, work, block.place)) return;
+    if (work.complete) finish_rows<S>(sums, block, shard, n_block, first_row, min(u32(S::TOKENS), args.rows - first_row));
+    else store_partials<S>(sums, block, work);
 }

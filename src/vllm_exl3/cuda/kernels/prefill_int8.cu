@@ -3,6 +3,6 @@
 //   INSTANCE_KINDS      the (2·K, codebook) pairs of the layer's shards, as a `PrefillKind<…>` list
 #include "prefill_int8.cuh"
 
-extern "C" __global__ void __launch_bounds__(PRODUCERS + PAIR_THREADS, 1) exl3_prefill_int8(const __grid_constant__ PrefillArgs args) {
+extern "C" __global__ void __launch_bounds__(PRODUCER_THREADS + PAIR_THREADS, 1) exl3_prefill_int8(const __grid_constant__ PrefillArgs args) {
     prefill_int8<ByteShape<INSTANCE_TOKENS, 2>, PrefillKinds<INSTANCE_KINDS>>(args);
 }

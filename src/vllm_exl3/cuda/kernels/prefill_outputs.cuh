@@ -1,4 +1,4 @@
-// Ends a tile with the tensor cores: the output Hadamard as a product of its sums in fp16 with a matrix of ones and minus ones.
+// Finishes a tile with the tensor cores: the output Hadamard as a product of its sums in fp16 with a matrix of ones and minus ones.
 //
 // Butterflies in registers take more instructions than there are cycles to hide them: those that run beside wgmma slow it down,
 // wherever they are. As a product the transform takes 1024 cycles a tile, and its result lies so that threads store 16 bytes.
@@ -9,17 +9,17 @@
 #include "wgmma_shared.cuh"
 
 template <int TOKENS>
-struct Outputs {
+struct HadamardEpilogue {
     static constexpr u32 HALF = 64;                      // channels that a warpgroup multiplied; the rest is one addition
     static constexpr u32 MATRIX_BYTES = HALF * HALF * 2;
     static constexpr u32 PITCH = TOKENS * 16 + 16;       // of eight channels of all tokens, and a pad against bank conflicts
-    static constexpr u32 bytes = sizeof(Staging) + MATRIX_BYTES + STRIP / 8 * PITCH;
-    static constexpr float LEFT = 1.0f / 4096;
+    static constexpr u32 bytes = sizeof(Staging) + MATRIX_BYTES + HADAMARD_SIZE / 8 * PITCH;
+    static constexpr float STORED_SCALE = 1.0f / 4096;
 
     Staging& staging;    // of scales only
     u32 matrix, halves;  // shared addresses, both in the layout of wgmma
 
-    __device__ __forceinline__ explicit Outputs(u8* memory)
+    __device__ __forceinline__ explicit HadamardEpilogue(u8* memory)
         : staging(*reinterpret_cast<Staging*>(memory)), matrix(shared_address(memory) + sizeof(Staging)), halves(matrix + MATRIX_BYTES) {}
 
     // Channel of place k of a half: a thread's two channels of a tile column lie side by side.
@@ -44,28 +44,28 @@ struct Outputs {
     template <int OFFSET>
     static __device__ __forceinline__ void store_pair(u32 address, float low, float high) {
         u32 word;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high * LEFT), "f"(low * LEFT));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high * STORED_SCALE), "f"(low * STORED_SCALE));
         asm volatile("st.shared.u32 [%0 + %1], %2;" ::"r"(address), "n"(OFFSET), "r"(word) : "memory");
     }
     template <int J>
-    static __device__ __forceinline__ void leave(const float* sums, u32 address) {
+    static __device__ __forceinline__ void store_staged(const float* sums, u32 address) {
         if constexpr (J < TOKENS / 8) {
             const float* d = sums + 4 * J;
             store_pair<128 * J>(address, d[0], d[2]);
             store_pair<128 * J + 16>(address, d[1], d[3]);
-            leave<J + 1>(sums, address);
+            store_staged<J + 1>(sums, address);
         }
     }
     // All of a tile, by the 256 threads that multiplied it.
     template <class Block>
-    __device__ __forceinline__ void end(const float (&sums)[TOKENS / 2], const Block& block, const PrefillShard& shard, u32 strip, u32 first_row,
+    __device__ __forceinline__ void run(const float (&sums)[TOKENS / 2], const Block& block, const PrefillShard& shard, u32 n_block, u32 first_row,
                                         u32 rows) const {
         const int lane = block.lane, g = lane >> 2, q = lane & 3;
         asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
-        leave<0>(sums, halves + (2 * block.warp + (g >> 2)) * PITCH + 32 * q + 4 * (g & 3));
-        fence_async();
+        store_staged<0>(sums, halves + (2 * block.warp + (g >> 2)) * PITCH + 32 * q + 4 * (g & 3));
+        fence_proxy_async();
         block.sync();
-        const Crop crop(block.args, shard, strip);
+        const Crop crop(block.args, shard, n_block);
 #pragma unroll 1
         for (u32 first = 64 * (block.warp / 4); first < rows; first += 128) {  // every other 64 tokens a warpgroup
             float v[2][32] = {};
@@ -90,21 +90,21 @@ struct Outputs {
 #pragma unroll
             for (u32 row = 0; row < 2; ++row) {
                 const u32 token = first + 16 * (block.warp % 4) + 8 * row + g;
-                const float undo = staging.undo[token] * (HADAMARD_SCALE / LEFT);
+                const float descale = staging.descale[token] * (HADAMARD_SCALE / STORED_SCALE);
 #pragma unroll
                 for (u32 half = 0; half < 2; ++half) {
                     float eight[2][8];  // of 32 channels each
 #pragma unroll
-                    for (u32 part = 0; part < 2; ++part) {
+                    for (u32 split = 0; split < 2; ++split) {
 #pragma unroll
-                        for (u32 i = 0; i < 8; ++i) eight[part][i] = v[half][16 * part + i / 2 * 4 + 2 * row + i % 2];
-                        scale_eight(eight[part], block.args, HALF * half + 32 * part + 8 * q, undo);
+                        for (u32 i = 0; i < 8; ++i) eight[split][i] = v[half][16 * split + i / 2 * 4 + 2 * row + i % 2];
+                        scale_eight(eight[split], block.args, HALF * half + 32 * split + 8 * q, descale);
                     }
                     if (lines) {
                         store_lines(eight, block.args, crop.place(block.args, first_row + token) + HALF * half + 8 * q, token, rows, g & 1);
                     } else if (token < rows) {
 #pragma unroll
-                        for (u32 part = 0; part < 2; ++part) store_eight(eight[part], block.args, crop, HALF * half + 32 * part + 8 * q, first_row + token);
+                        for (u32 split = 0; split < 2; ++split) store_eight(eight[split], block.args, crop, HALF * half + 32 * split + 8 * q, first_row + token);
                     }
                 }
             }
@@ -117,11 +117,11 @@ private:
         v ^= v >> 4, v ^= v >> 2;
         return (v ^ v >> 1) & 1;
     }
-    __device__ __forceinline__ void scale_eight(float (&v)[8], const PrefillArgs& args, u32 channel, float undo) const {
+    __device__ __forceinline__ void scale_eight(float (&v)[8], const PrefillArgs& args, u32 channel, float descale) const {
         const uint4 raw = *reinterpret_cast<const uint4*>(&staging.svh[channel]);
         const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = v[i] * undo * half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
+        for (int i = 0; i < 8; ++i) v[i] = v[i] * descale * half_to_float(u16(words[i / 2] >> 16 * (i & 1)));
         if (args.bias != nullptr) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] += staging.bias[channel + i];
@@ -140,12 +140,12 @@ private:
     static __device__ __forceinline__ void store_lines(const float (&v)[2][8], const PrefillArgs& args, i64 at, u32 token, u32 rows, u32 odd) {
         u32 words[2][4], first[4], second[4];
 #pragma unroll
-        for (u32 part = 0; part < 2; ++part)
+        for (u32 split = 0; split < 2; ++split)
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                const float low = v[part][2 * i], high = v[part][2 * i + 1];
-                if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[part][i]) : "f"(high), "f"(low));
-                else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[part][i]) : "f"(high), "f"(low));
+                const float low = v[split][2 * i], high = v[split][2 * i + 1];
+                if (args.out_type == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(words[split][i]) : "f"(high), "f"(low));
+                else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[split][i]) : "f"(high), "f"(low));
             }
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {

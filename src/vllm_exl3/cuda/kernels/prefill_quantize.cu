@@ -1,7 +1,7 @@
 // The input side of prefill's fast mode: A = H(x·suh)/sqrt(128) of every row and shard in int8, a scale a row, in the order in
 // which wgmma reads it as its B operand; prefill_int8.cuh says how k is permuted.
 //
-// A block has a few whole rows, a thread one unit of one of them: it keeps it in registers, rotated, until the row's largest
+// A block has a few whole rows, a thread one k block of one of them: it keeps it in registers, rotated, until the row's largest
 // magnitude is known. So x is read once.
 #include "hadamard.cuh"
 #include "prefill_item.cuh"
@@ -19,10 +19,10 @@ __device__ __forceinline__ u32 pack_bytes(float a, float b, float c, float d, fl
     return __byte_perm(__byte_perm(rounded[0], rounded[1], 0x0040), __byte_perm(rounded[2], rounded[3], 0x0040), 0x5410);
 }
 
-__device__ __forceinline__ void store_bytes(const Item& item, const float (&v)[UNIT_IN], const PrefillArgs& args, u32 shard, float factor) {
-    const u32 units = args.in_features / UNIT_IN, row_tile = item.row / args.tile_rows, token = item.row % args.tile_rows;
+__device__ __forceinline__ void store_bytes(const RowSlice& slice, const float (&v)[BLOCK_K], const PrefillArgs& args, u32 shard, float factor) {
+    const u32 k_blocks = args.in_features / BLOCK_K, row_tile = slice.row / args.tile_rows, token = slice.row % args.tile_rows;
     uint4* to = reinterpret_cast<uint4*>(args.activations) +
-        (static_cast<u64>(shard * args.row_tiles + row_tile) * units + item.unit) * (args.tile_rows * 4) + token;
+        (static_cast<u64>(shard * args.row_tiles + row_tile) * k_blocks + slice.k_block) * (args.tile_rows * 4) + token;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         u32 words[4];  // of k-tile 0..3
@@ -35,35 +35,35 @@ __device__ __forceinline__ void store_bytes(const Item& item, const float (&v)[U
     }
 }
 
-// Grid (groups of args.block_rows rows, shards); as many threads as the rows have units, rounded up to warps.
+// Grid (groups of args.block_rows rows, shards); as many threads as the rows have k blocks, rounded up to warps.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quantize(const __grid_constant__ PrefillArgs args) {
     extern __shared__ __align__(16) u8 rows[];
     __shared__ u32 largest[MOST_ROWS];
-    const bool held = loads_vectors(args);
+    const bool in_shared = loads_vectors(args);
     const u32 s = blockIdx.y;
-    let_next_start();
+    launch_dependent_grids();
     if (threadIdx.x < MOST_ROWS) largest[threadIdx.x] = 0;
-    wait_for_previous();
-    if (held) hold_rows(args, rows);
+    wait_on_dependent_grids();
+    if (in_shared) load_rows_to_shared(args, rows);
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    const Item item(args, threadIdx.x);
-    float v[UNIT_IN];
-    item.load(v, args, rows, args.shards[s].suh, held);
-    item.rotate(v);
+    const RowSlice slice(args, threadIdx.x);
+    float v[BLOCK_K];
+    slice.load(v, args, rows, args.shards[s].suh, in_shared);
+    slice.rotate(v);
     float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < int(UNIT_IN); ++i) most = larger(most, v[i]);
+    for (int i = 0; i < int(BLOCK_K); ++i) most = larger(most, v[i]);
     // Lanes of one row: pairs of neighbours, every block_rows'th pair.
     u32 bits = __float_as_uint(most);
     bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
     for (u32 lanes = 2 * args.block_rows; lanes < 32; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
-    if ((threadIdx.x & 31) < 2 * args.block_rows && (threadIdx.x & 1) == 0) atomicMax(&largest[item.in_block], bits);
+    if ((threadIdx.x & 31) < 2 * args.block_rows && (threadIdx.x & 1) == 0) atomicMax(&largest[slice.in_block], bits);
     __syncthreads();
-    if (!item.exists) return;
-    most = __uint_as_float(largest[item.in_block]);
+    if (!slice.exists) return;
+    most = __uint_as_float(largest[slice.in_block]);
     // A row of zeros or subnormals gives zeros; one with a NaN or an infinity comes out as such, by its scale.
     const float factor = most >= 1.0e-36f ? LARGEST_BYTE / most : 0.0f;
-    if (item.unit == 0) args.scales[s * args.rows + item.row] = most * (HADAMARD_SCALE * STEP / LARGEST_BYTE);
-    store_bytes(item, v, args, s, factor);
+    if (slice.k_block == 0) args.scales[s * args.rows + slice.row] = most * (HADAMARD_SCALE * STEP / LARGEST_BYTE);
+    store_bytes(slice, v, args, s, factor);
 }

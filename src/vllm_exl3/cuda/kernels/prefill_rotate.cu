@@ -23,7 +23,7 @@ constexpr int ROWS = 8;  // of a warp, and of the blocks of a cluster, which sha
 
 // A warp has a queue of places in shared memory, one for x of each of its next 128-blocks: loads by whole lines, where lanes would
 // each fetch 16 bytes of their own rows. Another place has the rows' first 128-block for all warps.
-constexpr u32 QUEUED = 2, PLACE_BYTES = 2 * STRIP * ROWS, QUEUE_BYTES = QUEUED * PLACE_BYTES;
+constexpr u32 QUEUED = 2, PLACE_BYTES = 2 * HADAMARD_SIZE * ROWS, QUEUE_BYTES = QUEUED * PLACE_BYTES;
 // Of rows' bounds; of barriers behind them, one a shard. Places lie behind both, at multiples of 128: `take` flips bits of addresses.
 constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS, ARRIVED_BYTES = 128;
 
@@ -85,7 +85,7 @@ struct Rotation {
     u32 put, get;     // where in a place it writes what it fetches, and reads what it multiplies, free of bank conflicts
     const u8* suh;    // at the lane's first channel
     u8* to[2];        // where the lane's results of two rows go
-    bool kept[2];     // whether these rows exist
+    bool exists[2];     // whether these rows exist
     u32 block_bytes, place_bytes;  // from one 128-block's results to the next; from matrix m to m + 4
 
     __device__ __forceinline__ Rotation(const PrefillArgs& args, u32 shard, u32 first_row, u32 lane) : args(args), lane(lane), g(lane >> 2), q(lane & 3) {
@@ -101,8 +101,8 @@ struct Rotation {
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             const u32 mine = first_row + q + 4 * half, tile = mine / args.tile_rows, place = mine % args.tile_rows;
-            kept[half] = mine < args.rows;
-            to[half] = args.activations + static_cast<u64>(shard * args.row_tiles + tile) * (args.in_features / UNIT_IN) * (args.tile_rows * 128) +
+            exists[half] = mine < args.rows;
+            to[half] = args.activations + static_cast<u64>(shard * args.row_tiles + tile) * (args.in_features / BLOCK_K) * (args.tile_rows * 128) +
                 (g >> 2) * (128 * args.tile_rows) + (g & 3) * (16 * args.tile_rows) + 16 * place;
         }
     }
@@ -110,9 +110,9 @@ struct Rotation {
 
     // Starts to copy two of the eight rows of a 128-block of x to a place; zeros where there is none.
     __device__ __forceinline__ void fetch_pair(u32 place, u32 block, u32 pair) const {
-        const bool exists = row + 2 * pair < args.rows && STRIP * block + column < args.in_width;
+        const bool exists = row + 2 * pair < args.rows && HADAMARD_SIZE * block + column < args.in_width;
         const u32 target = place + 512 * pair + (put ^ (pair < 2 ? 0 : 64)), bytes = exists ? 16 : 0;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(x + 2 * STRIP * block + 4 * pair * args.x_stride), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(x + 2 * HADAMARD_SIZE * block + 4 * pair * args.x_stride), "r"(bytes) : "memory");
     }
     __device__ __forceinline__ void fetch(u32 place, u32 block) const {
 #pragma unroll
@@ -128,7 +128,7 @@ struct Rotation {
     __device__ __forceinline__ void load_scales(u32 (&words)[4][4], u32 block) const {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
-            const uint4 raw = *reinterpret_cast<const uint4*>(suh + 2 * STRIP * block + 32 * i);
+            const uint4 raw = *reinterpret_cast<const uint4*>(suh + 2 * HADAMARD_SIZE * block + 32 * i);
             words[i][0] = raw.x, words[i][1] = raw.y, words[i][2] = raw.z, words[i][3] = raw.w;
         }
     }
@@ -184,7 +184,7 @@ struct Rotation {
                 }
                 chunks[bit] = make_uint4(words[0], words[1], words[2], words[3]);
             }
-            if (!kept[half]) continue;
+            if (!exists[half]) continue;
             u8* at = to[half] + static_cast<u64>(block) * block_bytes;
             *reinterpret_cast<uint4*>(at) = chunks[0], *reinterpret_cast<uint4*>(at + place_bytes) = chunks[1];
         }
@@ -222,22 +222,22 @@ __device__ __forceinline__ u32 rotate_blocks(const Rotation<TYPE>& rotation, u32
     return rotation.row_bound(most);
 }
 
-// Bits of the largest bounds of the block's rows become those of the cluster's `parts` blocks. A barrier counts what comes from the
+// Bits of the largest bounds of the block's rows become those of the cluster's `ranks` blocks. A barrier counts what comes from the
 // others: the cluster's barrier would wait until all that the block has stored is in memory.
-__device__ __forceinline__ void exchange_largest(u32 (&largest)[ROWS], u32 arrived, u32 parts) {
-    if (threadIdx.x == 0) mbarrier_expect(arrived, 4 * ROWS * (parts - 1));
+__device__ __forceinline__ void exchange_largest(u32 (&largest)[ROWS], u32 arrived, u32 ranks) {
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(arrived, 4 * ROWS * (ranks - 1));
     if (threadIdx.x < ROWS)
 #pragma unroll 1
-        for (u32 other = 0; other < parts; ++other)
-            if (other != blockIdx.x % parts)
-                max_remote(shared_of(shared_address(&largest[threadIdx.x]), other), largest[threadIdx.x], shared_of(arrived, other));
+        for (u32 other = 0; other < ranks; ++other)
+            if (other != blockIdx.x % ranks)
+                max_remote(map_to_rank(shared_address(&largest[threadIdx.x]), other), largest[threadIdx.x], map_to_rank(arrived, other));
     mbarrier_wait(arrived, 0);
 }
 
 template <u32 TYPE>
 __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&largest)[MAX_SHARDS][ROWS]) {
-    const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), parts = args.sharing, first = blockIdx.x % parts * ROTATE_WARPS + warp;
-    const u32 blocks = args.in_features / STRIP, first_row = blockIdx.x / parts * ROWS;
+    const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), ranks = args.cluster_size, first = blockIdx.x % ranks * ROTATE_WARPS + warp;
+    const u32 blocks = args.in_features / HADAMARD_SIZE, first_row = blockIdx.x / ranks * ROWS;
     const u32 first_block = shared_address(largest) + LARGEST_BYTES + ARRIVED_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
     u32 lane = threadIdx.x & 31;
     for (u32 pair = warp; pair < ROWS / 2; pair += ROTATE_WARPS) Rotation<TYPE>(args, 0, first_row, lane).fetch_pair(first_block, 0, pair);
@@ -247,7 +247,7 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
         asm volatile("" : "+r"(lane));  // what follows from it is found again for every shard: registers could not hold it
         const Rotation<TYPE> rotation(args, s, first_row, lane);
         u32 guess;
-        const u32 most = rotate_blocks(rotation, queue, first, parts * ROTATE_WARPS, blocks, [&] {
+        const u32 most = rotate_blocks(rotation, queue, first, ranks * ROTATE_WARPS, blocks, [&] {
             u32 words[4][4], scales[4][4];
             rotation.load_scales(scales, 0);
             if (s == 0) {
@@ -260,18 +260,18 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
         });
         if (rotation.q == 0) atomicMax(&largest[s][rotation.token()], most);
         __syncthreads();
-        if (parts > 1) {
+        if (ranks > 1) {
             if (s == 0) cluster_wait();  // others' shared memory is cleared
-            exchange_largest(largest[s], shared_address(largest) + LARGEST_BYTES + 8 * s, parts);
+            exchange_largest(largest[s], shared_address(largest) + LARGEST_BYTES + 8 * s, ranks);
         }
         const u32 bits = largest[s][rotation.token()];
         const bool good = suits(guess, bits);
         const u32 exponent = good ? guess : exact_exponent(bits);
         if (first == 0 && rotation.q == 0 && first_row + rotation.token() < args.rows) {
-            const float undo = __uint_as_float((254u - exponent) << 23) * (HADAMARD_SCALE * (1 << SHIFT)), value = __uint_as_float(bits);
-            args.scales[s * args.rows + first_row + rotation.token()] = value <= 2.9e37f ? undo : value * 1.0e30f;
+            const float descale = __uint_as_float((254u - exponent) << 23) * (HADAMARD_SCALE * (1 << SHIFT)), value = __uint_as_float(bits);
+            args.scales[s * args.rows + first_row + rotation.token()] = value <= 2.9e37f ? descale : value * 1.0e30f;
         }
-        if (__any_sync(0xffffffffu, !good)) rotate_blocks(rotation, queue, first, parts * ROTATE_WARPS, blocks, [&] { return scale_of(exponent); });
+        if (__any_sync(0xffffffffu, !good)) rotate_blocks(rotation, queue, first, ranks * ROTATE_WARPS, blocks, [&] { return scale_of(exponent); });
     }
 }
 
@@ -279,15 +279,15 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
 extern "C" __global__ void __launch_bounds__(32 * ROTATE_WARPS, ROTATE_BLOCKS) exl3_prefill_rotate(const __grid_constant__ PrefillArgs args) {
     extern __shared__ __align__(128) u32 shared[];
     auto& largest = *reinterpret_cast<u32(*)[MAX_SHARDS][ROWS]>(shared);  // bits of rows' bounds; queues lie behind
-    let_next_start();
+    launch_dependent_grids();
     if (threadIdx.x < MAX_SHARDS * ROWS) largest[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
-    if (args.sharing > 1) {
+    if (args.cluster_size > 1) {
         if (threadIdx.x < MAX_SHARDS) mbarrier_init(shared_address(shared) + LARGEST_BYTES + 8 * threadIdx.x, 1);
-        mbarrier_init_visible();
+        fence_barrier_init();
         cluster_arrive();
     }
     __syncthreads();
-    wait_for_previous();
+    wait_on_dependent_grids();
     if (blockIdx.x == 0) clear_arrivals(args);
     if (args.x_type == F16) rotate_rows<F16>(args, largest);
     else rotate_rows<BF16>(args, largest);

@@ -8,10 +8,10 @@
 #include "rotation.cuh"
 
 constexpr int MOST_THREADS = 512, MOST_ROWS = 16, PART = 32;
-constexpr u32 PARTS = STRIP / PART;  // of a 128-block
+constexpr u32 PARTS = HADAMARD_SIZE / PART;  // of a 128-block
 
 // From row to row in shared memory: what keeps eight lanes' reads, of one or two rows, free of bank conflicts.
-__device__ __forceinline__ u32 held_pitch(const PrefillArgs& args) { return args.in_features / UNIT_IN * UNIT_PITCH / 128 * 128 + 128 + 32; }
+__device__ __forceinline__ u32 shared_pitch(const PrefillArgs& args) { return args.in_features / BLOCK_K * BLOCK_K_PITCH / 128 * 128 + 128 + 32; }
 
 // Part `part` of the row `row`, which is the block's row `in_block`.
 struct Part {
@@ -24,11 +24,11 @@ struct Part {
         part = PARTS * (group / args.block_rows) + index % PARTS;
         exists = row < args.rows && part < args.in_features / PART;
     }
-    __device__ __forceinline__ u32 place() const { return part / 2 * UNIT_PITCH + part % 2 * (2 * PART); }  // in a row in shared memory
+    __device__ __forceinline__ u32 place() const { return part / 2 * BLOCK_K_PITCH + part % 2 * (2 * PART); }  // in a row in shared memory
 
     // x·suh, of which `rows` and `suh` are in shared memory.
-    __device__ __forceinline__ void load_held(float (&v)[PART], const PrefillArgs& args, const u8* rows, const u8* suh) const {
-        const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * held_pitch(args) + place());
+    __device__ __forceinline__ void load_from_shared(float (&v)[PART], const PrefillArgs& args, const u8* rows, const u8* suh) const {
+        const uint4* raw = reinterpret_cast<const uint4*>(rows + in_block * shared_pitch(args) + place());
         const uint4* scales = reinterpret_cast<const uint4*>(suh + place());
 #pragma unroll
         for (int i = 0; i < PART / 8; ++i) {
@@ -64,14 +64,14 @@ struct Part {
             for (int i = 0; i < PART; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], lanes));
         }
     }
-    // Rounds it and stores it: two of the four k-tiles of a unit.
+    // Rounds it and stores it: two of the four k-tiles of a k block.
     __device__ __forceinline__ void store(const float (&v)[PART], const PrefillArgs& args, u32 shard, float factor) const {
         const bool complements = args.shards[shard].complements;
         ComplementSum sum;
-        const u32 units = args.in_features / UNIT_IN, row_tile = row / args.tile_rows, token = row % args.tile_rows;
-        uint4* unit = reinterpret_cast<uint4*>(args.activations) +
-            (static_cast<u64>(shard * args.row_tiles + row_tile) * units + part / 2) * (args.tile_rows * 8) + token;
-        uint2* to = reinterpret_cast<uint2*>(unit) + part % 2;
+        const u32 k_blocks = args.in_features / BLOCK_K, row_tile = row / args.tile_rows, token = row % args.tile_rows;
+        uint4* k_block = reinterpret_cast<uint4*>(args.activations) +
+            (static_cast<u64>(shard * args.row_tiles + row_tile) * k_blocks + part / 2) * (args.tile_rows * 8) + token;
+        uint2* to = reinterpret_cast<uint2*>(k_block) + part % 2;
 #pragma unroll
         for (int matrix = 0; matrix < 8; ++matrix) {
             u32 words[2];  // of each k-tile: matrix m has its pair m/2 + 4·(m % 2)
@@ -92,7 +92,7 @@ struct Part {
 #pragma unroll
         for (u32 lanes = 1; lanes < PARTS; lanes *= 2) offset += __shfl_xor_sync(0xffffffffu, offset, lanes);
         if (exists && part % PARTS == 0)
-            args.offsets[static_cast<u64>(shard * args.rows + row) * (args.in_features / STRIP) + part / PARTS] = offset;
+            args.offsets[static_cast<u64>(shard * args.rows + row) * (args.in_features / HADAMARD_SIZE) + part / PARTS] = offset;
     }
 };
 
@@ -100,21 +100,21 @@ struct Part {
 extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) exl3_prefill_transform(const __grid_constant__ PrefillArgs args) {
     extern __shared__ __align__(16) u8 rows[];  // with args.holds, the block's rows, and behind them the shard's suh
     __shared__ u32 largest[MAX_SHARDS][MOST_ROWS];
-    const bool held = args.holds && loads_vectors(args);
+    const bool in_shared = args.rows_in_shared && loads_vectors(args);
     const u32 parts = args.block_rows * (args.in_features / PART), in_block = threadIdx.x / PARTS % args.block_rows;
     const u32 row = blockIdx.x * args.block_rows + in_block;
     const bool first_of_row = threadIdx.x % 32 < PARTS * args.block_rows && threadIdx.x % PARTS == 0;  // in its warp
-    u8* suh = rows + args.block_rows * held_pitch(args);
+    u8* suh = rows + args.block_rows * shared_pitch(args);
     const auto load = [&](float(&v)[PART], const Part& part, u32 s) {
-        if (held) part.load_held(v, args, rows, suh);
+        if (in_shared) part.load_from_shared(v, args, rows, suh);
         else part.load(v, args, args.shards[s].suh);
     };
-    let_next_start();
+    launch_dependent_grids();
     for (u32 i = threadIdx.x; i < MAX_SHARDS * MOST_ROWS; i += blockDim.x) largest[i / MOST_ROWS][i % MOST_ROWS] = 0;
-    if (held) hold_suh(args, 0, suh);  // weights never change; x is written by the kernel ahead
-    wait_for_previous();
+    if (in_shared) load_suh_to_shared(args, 0, suh);  // weights never change; x is written by the kernel ahead
+    wait_on_dependent_grids();
     if (blockIdx.x == 0) clear_arrivals(args);
-    if (held) hold_rows(args, rows, held_pitch(args));
+    if (in_shared) load_rows_to_shared(args, rows, shared_pitch(args));
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
         asm volatile("cp.async.wait_all;" ::: "memory");
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) exl3_prefill_trans
         if (first_of_row) atomicMax(&largest[s][in_block], bits);
         __syncthreads();
         const RowScale scale = row_scale(HALF, largest[s][in_block]);
-        if (first_of_row && threadIdx.x < PARTS * args.block_rows && row < args.rows) args.scales[s * args.rows + row] = scale.undo;
+        if (first_of_row && threadIdx.x < PARTS * args.block_rows && row < args.rows) args.scales[s * args.rows + row] = scale.descale;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i - threadIdx.x % 32 < parts; i += blockDim.x) {
             const Part part(args, i);
@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) exl3_prefill_trans
             part.rotate(v);
             part.store(v, args, s, scale.factor);
         }
-        if (!held || s + 1 == args.shard_count) continue;
+        if (!in_shared || s + 1 == args.shard_count) continue;
         __syncthreads();
-        hold_suh(args, s + 1, suh);
+        load_suh_to_shared(args, s + 1, suh);
     }
 }

@@ -24,7 +24,7 @@ struct Batch {
         for (int i = 0; i < HELD; ++i) {
             const auto at = place(i);
             if (!at.exists) continue;
-            const u32 column = at.block * STRIP + 4 * lane;
+            const u32 column = at.block * HADAMARD_SIZE + 4 * lane;
             scales[i] = *reinterpret_cast<const uint2*>(shard.suh + column);
             const u16* x = static_cast<const u16*>(args.x) + at.row * args.x_stride + column;
             if (fast && column < args.in_width) raw[i] = *reinterpret_cast<const uint2*>(x);
@@ -38,7 +38,7 @@ struct Batch {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 v[i][j] = args.x_type == F16 ? half_to_float(bits[j]) : __uint_as_float(u32(bits[j]) << 16);
-            if (!fast) load_any(v[i], args, at.row, at.block * STRIP + 4 * lane);
+            if (!fast) load_any(v[i], args, at.row, at.block * HADAMARD_SIZE + 4 * lane);
 #pragma unroll
             for (int j = 0; j < 4; ++j) v[i][j] *= half_to_float(suh[j]);
             if (rotate) hadamard128(v[i], lane);
@@ -68,7 +68,7 @@ __device__ __forceinline__ u32 magnitude_bits(const float (&v)[4]) {
 
 struct RowScale {
     float factor;  // from unscaled H(x·suh) to the multiplied values
-    float undo;    // from the products' sum to y before the output Hadamard
+    float descale;    // from the products' sum to y before the output Hadamard
 };
 
 // For fp16, of a row whose A is at most `bound` in magnitude: 2^e > bound, as float bits, and the factor is 2^(11-e) and stays a normal
@@ -95,8 +95,8 @@ __device__ __forceinline__ RowScale row_scale(u32 arithmetic, u32 bits) {
     // 2^e > bound, as float bits; the factor is 2^(11-e) and stays a normal number.
     const u32 bound = __float_as_uint(largest * HADAMARD_GROWTH) >> 23 & 0xffu;
     const u32 exponent = min(264u - max(1u, bound), 253u);
-    const float undo = __uint_as_float((254u - exponent) << 23);
-    return {__uint_as_float(exponent << 23) * HADAMARD_SCALE, largest <= 2.9e37f ? undo : largest * 1.0e30f};
+    const float descale = __uint_as_float((254u - exponent) << 23);
+    return {__uint_as_float(exponent << 23) * HADAMARD_SCALE, largest <= 2.9e37f ? descale : largest * 1.0e30f};
 }
 
 __device__ __forceinline__ u32 half_pair(float first, float second) {

@@ -1,13 +1,13 @@
-// The output side of one token's strip: H, the row's scale, svh, bias, crop, cast.
+// The output side of one token's n tile: H, the row's scale, svh, bias, crop, cast.
 #pragma once
 #include "hadamard.cuh"
 
-// One warp; lane l holds channels 4l..4l+3 of the strip, `column` is its first stored column, `undo` the row's scale.
+// One warp; lane l holds channels 4l..4l+3 of the n tile, `column` is its first stored column, `descale` the row's scale.
 template <class Args, class Shard>
-__device__ __forceinline__ void store_token(const Args& args, const Shard& shard, const float4& value, float undo,
+__device__ __forceinline__ void store_token(const Args& args, const Shard& shard, const float4& value, float descale,
                                             uint2 packed_svh, u32 column, u32 row, int lane) {
     float v[4] = {value.x, value.y, value.z, value.w};
-    const float scale = undo * HADAMARD_SCALE;
+    const float scale = descale * HADAMARD_SCALE;
     hadamard128(v, lane);
     const u16 svh[4] = {u16(packed_svh.x), u16(packed_svh.x >> 16), u16(packed_svh.y), u16(packed_svh.y >> 16)};
 #pragma unroll

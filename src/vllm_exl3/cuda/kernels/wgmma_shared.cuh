@@ -16,4 +16,4 @@ __device__ __forceinline__ void multiply_shared(float (&d)[32], u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 // Before wgmma reads what threads have written to shared memory.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
