@@ -2,8 +2,8 @@
 //
 // The four lanes of a quad own the same output channels of four different k-tiles (q = lane & 3), so one step covers
 // 64 k × 16 channels. k is permuted by that, in the same way on both operands:
-//   INTEGER, PAIR: product (i, h), i < 4, h < 2: k-stages of lane q are k = 2i + 8h and 2i + 8h + 1 of its k-tile;
-//   HALF:          product i: k-stages of lane q are k = 2i, 2i+1, 2i+8, 2i+9 of its k-tile.
+//   INTEGER, PAIR: product (i, h), i < 4, h < 2: k-slots of lane q are k = 2i + 8h and 2i + 8h + 1 of its k-tile;
+//   HALF:          product i: k-slots of lane q are k = 2i, 2i+1, 2i+8, 2i+9 of its k-tile.
 #pragma once
 #include "codebook.cuh"
 #include "mma.cuh"

@@ -1,5 +1,5 @@
 // One instance of the trellis GEMM for up to 128 tokens; the compiler's caller defines
-//   INSTANCE_TOKENS     tokens that slice one decoding of the weights: `GEMM_TILES` of gemm_plan.py
+//   INSTANCE_TOKENS     tokens that share one decoding of the weights: `GEMM_TILES` of gemm_plan.py
 //   INSTANCE_KINDS      the (2·K, codebook, arithmetic) triples of the layer's shards, as a `GemmKind<…>` list
 #include "gemm.cuh"
 

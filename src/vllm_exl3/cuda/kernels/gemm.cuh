@@ -94,7 +94,7 @@ template <int TOKENS, class List>
 __device__ __forceinline__ void gemm(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-    // Shared memory: words and barriers, offsets, what finishes need, the pipeline.
+    // Shared memory: words and barriers, offsets, what epilogues need, the pipeline.
     constexpr u32 staging = gemm_staging_bytes<TOKENS>, offset_bytes = 4 * MAX_SHARDS * TOKENS, head = GEMM_BARRIER_BYTES + offset_bytes;
     constexpr u32 pipeline_at = (head + 2 * staging + 127) & ~127u;
     const u32 base = shared_address(memory), offsets_barrier = base + 8, partials_barrier = base + 16;

@@ -4,10 +4,10 @@
 // Sums go through shared memory, [token][channel], where the first step of the transform is done on the way (channels 8 apart lie in one
 // thread); a part that is stored in memory has the same form. All that follows needs no sums in registers and stands in the kernel once.
 //
-// A word of the n tile counts the parts in memory. Where the list of k blocks was cut evenly, the block that has an n tile's first part comes to it
-// last: others' parts have mostly been there for long; otherwise the block whose part comes last finishes the n tile. Nobody waits. Where
-// every n tile was cut into equal parts, all its blocks are done at about the same time, and each finishes a slice of the tokens
-// (prefill_splits.cuh says how a block that waits in vain hands its slice over). Parts are added in the order of k, whoever adds them.
+// A word of the n tile counts the parts in memory. Under stream-K, the block that has an n tile's first part comes to it
+// last: others' parts have mostly been there for long; otherwise the block whose part comes last finishes the n tile. Nobody waits. Under
+// split-K all blocks of an n tile are done at about the same time, and each finishes a slice of the tokens
+// (prefill_parts.cuh says how a block that waits in vain hands its slice over). Partial sums are added in the order of k, whichever block adds them.
 #pragma once
 #include "barrier.cuh"
 #include "gemm_schedule.cuh"
@@ -40,7 +40,7 @@ struct GemmBlock {
     __device__ __forceinline__ u32 hadamard_block(const GemmWorkTile& work) const { return 2 * work.n_tile + place; }
 };
 
-// Starts to fetch what the end of a work tile needs. Whatever reads it waits for copies, and for the block.
+// Starts to load the operands of a work tile's epilogue, whose readers wait for the copies and for the block.
 template <int TOKENS>
 __device__ __forceinline__ void load_epilogue_operands(const GemmBlock& block, const GemmWorkTile& work) {
     fetch_scales(block.args, block.staging, work.shard, block.hadamard_block(work), 0, TOKENS, block.thread, PAIR_THREADS);
@@ -89,7 +89,7 @@ __device__ __forceinline__ float* partial_of(const GemmBlock& block, const GemmW
     return reinterpret_cast<float*>(args.partials) + static_cast<u64>(2 * (second * args.ranges + range) + place) * (TOKENS * HADAMARD_SIZE);
 }
 
-// Stores what is staged, the tokens from `first` on, in memory. A warp leaves the channels that it has staged, and waits for no other.
+// Stores what is staged, the tokens from `first` on, as partial sums. A warp stores the channels that it has staged, and waits for no other.
 template <int TOKENS>
 __device__ __forceinline__ void store_staged_partial(const GemmBlock& block, const GemmWorkTile& work, u32 first) {
     const u32 token = block.lane / 4, channel = 16 * block.warp + 4 * (block.lane & 3);
@@ -255,7 +255,7 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Epilog
     }
 }
 
-// Finishes tokens of an n tile. COMPLETE: all sums are staged.
+// Runs the epilogue of some tokens of an n tile. COMPLETE: all sums are staged.
 template <int TOKENS, bool COMPLETE>
 __device__ __forceinline__ void finish_tokens(const GemmBlock& block, const EpilogueWork& epilogue, u32& partials_phase) {
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -277,14 +277,14 @@ __device__ __forceinline__ void finish_tokens(const GemmBlock& block, const Epil
     }
 }
 
-// Stores the part of the range's last n tile if all of it is staged; else it has been left, and what is staged is no longer wanted.
+// Stores the part of the range's last n tile if all of it is staged; else it was stored before, and what is staged is not needed any more.
 template <int TOKENS>
 __device__ __forceinline__ void store_last_partial(const GemmBlock& block, EpilogueWork& epilogue) {
     if (staged_tokens<TOKENS> == TOKENS) store_staged_partial<TOKENS>(block, epilogue.work, 0);
     else epilogue.own = ~0u;
 }
 
-// Whether the block finishes an n tile, of which its range has the last k blocks and has staged them, where the list of k blocks was cut.
+// Whether the block finishes an n tile, of which its range has the last k blocks and has staged them, under stream-K.
 template <int TOKENS>
 __device__ __forceinline__ bool claim_tile(const GemmBlock& block, EpilogueWork& epilogue) {
     u32* word = block.words + 1;
@@ -301,7 +301,7 @@ __device__ __forceinline__ bool claim_tile(const GemmBlock& block, EpilogueWork&
     return *word == epilogue.splits - 1;
 }
 
-// The slices of the tokens that the block finishes, a bit each, of an n tile that was cut into equal parts. `tokens`: of a slice.
+// The slices of the tokens that the block finishes, a bit each, under split-K. `tokens`: of a slice.
 template <int TOKENS>
 __device__ __forceinline__ u32 claim_slices(const GemmBlock& block, EpilogueWork& epilogue, u32& tokens) {
     const u32 most = min(epilogue.splits, MAX_SLICES);

@@ -1,8 +1,8 @@
-// How the work of the GEMM for up to 128 tokens is divided: k blocks, n tiles, ranges.
+// The tile scheduler of the GEMM for up to 128 tokens: k blocks, n tiles, ranges.
 //
 // An n tile is 256 output channels, two Hadamard blocks. A k block is 128 input channels of an n tile. K blocks of an n tile lie together with k
-// rising, n tiles of a shard together, shards together; thread block b takes the contiguous range b of that list. Either every n tile is
-// cut into equal parts, one a thread block, or the whole list is cut evenly. That depends on (N, K, blocks) alone, and so does the order
+// rising, n tiles of a shard together, shards together; thread block b takes the contiguous range b of that list. Under split-K every
+// n tile is divided into equal ranges, one a thread block; under stream-K the whole list is. That depends on (N, K, blocks) alone, and so does the order
 // of every sum: the number of tokens does not enter.
 #pragma once
 #include "prefill_problem.cuh"

@@ -1,7 +1,7 @@
 // Decoding over the int4 KV cache: a block attends the query rows of one KV head to one segment of the context.
 //
 // Products are transposed: nibbles are the left operand, in registers, so that one unpacking serves all rows. Of a tile of 64
-// tokens each warp multiplies the keys of 16 with the queries, and leaves weights in shared memory; after a barrier, the
+// tokens each warp multiplies the keys of 16 with the queries, and stores weights in shared memory; after a barrier, the
 // step's only one, each multiplies its share of the values' elements with all 64 weights. Copies run two tiles ahead.
 //
 // Exactness is that of attention/attend.py: nibbles are exact in float16, queries come to its range by a power of two, a

@@ -47,7 +47,7 @@ struct KvQuery {
     }
 };
 
-// Rotates 8 rows and leaves them in shared memory. A word of keys holds 8 elements; its pairs of nibbles (0,4), (1,5), (2,6),
+// Rotates 8 rows and stores them in shared memory. A word of keys holds 8 elements; its pairs of nibbles (0,4), (1,5), (2,6),
 // (3,7) meet queries in that order. Odd elements come 16 times too large, so their queries are a sixteenth.
 template <class S>
 __device__ __forceinline__ void rotate_query_tile(

@@ -1,10 +1,10 @@
 // The end of a work tile of the grouped GEMM for many rows: sums are rounded to fp16 and stored as they lie, without the output
-// Hadamard, which whoever reads them applies: here the tensor cores would wait for it.
+// Hadamard, which the reader applies: here the tensor cores would wait for it.
 //
 // `out` lies [row in `sorted_slots`][projection][out_features]. Of every 16 channels c, in place 2·(c mod 8) + c / 8, so that a lane
 // stores both its channels as one word. One power of two fits all rows: they are scaled such that before the transform no
 // channel exceeds 2^7.5, and that of each the largest is at least half of it; so sums of k channels against the codebooks'
-// k block variance are about 2^6.5 to 2^7.5·sqrt(k), and below 2^9.5·k if they all conspire, since no weight exceeds 4. Times
+// unit variance are about 2^6.5 to 2^7.5·sqrt(k), and below 2^9.5·k if they all conspire, since no weight exceeds 4. Times
 // STORED_SCALE that is below fp16's largest for every k whose rows fit shared memory, and the usual sums are far above its
 // subnormals.
 #pragma once

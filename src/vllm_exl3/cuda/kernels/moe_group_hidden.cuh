@@ -64,7 +64,7 @@ __device__ __forceinline__ void scale_sums(float (&sums)[8][2][4], const float (
     }
 }
 
-// Reads 128 channels of a chunk's gates and ups, and leaves them activated, times suh, in place `place` of `memory`. There are
+// Reads 128 channels of a chunk's gates and ups, and stores them activated, times suh, in place `place` of `memory`. There are
 // many activations: a loop that is not unrolled keeps the code within the instruction cache.
 __device__ __forceinline__ void activate_block(const MoeArgs& args, const MoeStage& stage, const RowBlock& block, const Chunk& chunk,
                                                const HiddenSource& source, const Signs& signs, const HiddenMemory& memory, u32 b, u32 place,

@@ -99,7 +99,7 @@ struct SwigluMemory {
           totals(reinterpret_cast<float*>(most + GROUP_ROWS)) {}
 };
 
-// Leaves a 128-block of eight rows activated and times suh in shared memory: in fp16, with a power of two for each row.
+// Stores a 128-block of eight rows, activated and times suh, in shared memory: in fp16, with a power of two for each row.
 __device__ __forceinline__ void activate_eight(const MoeArgs& args, const MoeStage& stage, const RowBlock& block, const EightRows& eight,
                                                const float (&factors)[2][2], const Signs& signs, const SwigluMemory& memory, u32 b, int lane) {
     const MoeStage& first = args.stages[0];

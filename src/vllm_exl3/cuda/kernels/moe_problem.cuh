@@ -54,7 +54,7 @@ struct MoeArgs {
     u32* sorted_slots;               // scratch: slots, expert by expert
     u32* slot_positions;              // scratch [slots]: where a slot is in `sorted_slots`, or NOWHERE
     RowBlock* blocks;         // scratch
-    RowBlock* chunks;         // scratch: pieces of CHUNK_ROWS rows, experts' first, then their second ones; where rows are grouped
+    RowBlock* chunks;         // scratch: chunks of CHUNK_ROWS rows, experts' first, then their second ones; where rows are grouped
     u32* list_sizes;          // scratch [2]: how many blocks and chunks
     u32* totals;              // scratch [blocks of exl3_moe_route][experts]: how often each occurs in a block's slots
     float* row_largest;       // scratch [tokens]: the largest magnitude of x; where rows are grouped
@@ -77,7 +77,7 @@ struct MoeArgs {
     u32 identity;             // 1: the codebooks' identities; 0: fp16
     u32 grouped;              // how `rows` lies (moe_rows.cuh)
     u32 keep_hidden;          // of moe_group_hidden.cuh: what was activated fits shared memory
-    u32 pipeline_stages;          // of moe_wide.cuh: slots of the pipeline,
+    u32 pipeline_stages;          // of moe_wide.cuh: stages of the pipeline,
     u32 stage_stride;          // bytes from one to the next,
     u32 weight_pitch;         // from one k-tile row of weights to the next,
     u32 activation_stride;    // and from one k block's activations to the next

@@ -60,18 +60,18 @@ __device__ __forceinline__ uint2 add_parts(const MoeArgs& args, u32 expert, u32 
     return sum;
 }
 
-// Lists pieces of CHUNK_ROWS rows: every expert's first, then every expert's second and so on, so that the tokens in work at
-// one time are few and their x stays in the L2. Warps take turns, `parity` of `schedule`.
-__device__ __forceinline__ void list_chunks(const MoeArgs& args, const u32* sizes, const u32* starts, u32 parity, u32 schedule, u32 lane) {
+// Lists chunks of CHUNK_ROWS rows: every expert's first, then every expert's second and so on, so that the tokens in work at
+// one time are few and their x stays in the L2.
+__device__ __forceinline__ void list_chunks(const MoeArgs& args, const u32* sizes, const u32* starts, u32 warp, u32 warps, u32 lane) {
     u32 most = 0;
     for (u32 expert = lane; expert < args.experts; expert += 32) most = max(most, sizes[expert]);
     most = __reduce_max_sync(0xffffffffu, most);
-    for (u32 piece = parity; piece * CHUNK_ROWS < most; piece += schedule) {
-        u32 place = 0;  // pieces before, of all experts
-        for (u32 expert = lane; expert < args.experts; expert += 32) place += min((sizes[expert] + CHUNK_ROWS - 1) / CHUNK_ROWS, piece);
+    for (u32 chunk = warp; chunk * CHUNK_ROWS < most; chunk += warps) {
+        u32 place = 0;  // chunks before, of all experts
+        for (u32 expert = lane; expert < args.experts; expert += 32) place += min((sizes[expert] + CHUNK_ROWS - 1) / CHUNK_ROWS, chunk);
         place = __reduce_add_sync(0xffffffffu, place);
         for (u32 base = 0; base < args.experts; base += 32) {
-            const u32 expert = base + lane, row = piece * CHUNK_ROWS, size = expert < args.experts ? sizes[expert] : 0;
+            const u32 expert = base + lane, row = chunk * CHUNK_ROWS, size = expert < args.experts ? sizes[expert] : 0;
             const u32 have = __ballot_sync(0xffffffffu, size > row);
             if (size > row) args.chunks[place + __popc(have & ((1u << lane) - 1))] = {expert, starts[expert] + row, min(CHUNK_ROWS, size - row), 0};
             place += __popc(have);

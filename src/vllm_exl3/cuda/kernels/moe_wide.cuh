@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[ROWS / 2], Pair& pai
             if (i == K_BLOCKS - 1) {
                 before = pipeline.empty(pair.args);
                 pipeline.next(pair.args);
-                // Behind the last k block this reads a slot that has undefined contents, and nobody uses it.
+                // Behind the last k block this reads a stage that has undefined contents, and nobody uses it.
                 if (left > 1) pair.wait_for_stage();
                 next = pipeline.address;
             }
@@ -123,7 +123,7 @@ template <class First, class... Rest> struct WideKinds {
     }
 };
 
-// What a work tile means is asked for again behind the loop, where registers are free.
+// What a work tile means is looked up again behind the loop, where registers are free.
 template <class List, int ROWS, class Pair>
 __device__ __forceinline__ void run_rows(Pair& pair, u32 work_tile) {
     float sums[ROWS / 2] = {};

@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_shared(u32 address, u32 first, u32 second,
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(first), "r"(second), "r"(third), "r"(fourth) : "memory");
 }
 
-// A lane's part of a token of 15-bit integers, cached as 128·high + low in two planes of bytes.
+// A lane's part of a token of 15-bit integers, stored as 128·high + low in two planes of bytes.
 template <class R>
 struct TwoPlanes {
     int high_sum = 0, low_sum = 0;
@@ -60,7 +60,7 @@ struct TwoPlanes {
         store_shared(place + 64, low[0], low[1]);
     }
     // What products start from and how their sums are scaled, once the sums are those of all lanes: -510 of the offset on either
-    // plane, the rest of it, rounded, on the low one: half a half of k of 10^7 is lost.
+    // plane, the rest of it, rounded, on the low one: half a unit of 10^7 is lost.
     __device__ __forceinline__ void end(u32 token, float descale, bool stores) const {
         const float rest = static_cast<float>(128 * high_sum + low_sum) * (MUL1_OFFSET + 510.0f);
         const u32 high_start = -510 * high_sum, low_start = -510 * low_sum + __float2int_rn(rest);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_rotated(const Values<K>& v, const Rotation
     constexpr int lanes = LANES<K>, words = HADAMARD_SIZE / lanes / 2;
     const Scale scale = scale_of(K::arithmetic, largest_magnitude<lanes>(v));
     const float descale = K::byte_sums ? scale.descale * MUL1_SCALE : scale.descale;
-    // A vector of eight is k = 8h .. 8h + 7 of k-tile q of a half of k of 64. k = 2i + 8h + b is word 2h + b of quad i, in HALF half b of word
+    // A vector of eight is k = 8h .. 8h + 7 of k-tile q of 64 k. k = 2i + 8h + b is word 2h + b of quad i, in HALF half b of word
     // 2·(i & 1) + h of quad i / 2.
     const u32 q = lane >> 1 & 3, h = lane & 1;
     const u32 k_half = lanes == 16 ? lane >> 3 & 1 : 0;  // of the first vector; a second one belongs to the next

@@ -26,11 +26,11 @@ private:
     static constexpr u32 max_of(u32 a, u32 b) { return a > b ? a : b; }
 };
 
-// What `begin_caching` found or did: the k block's activations are there, or on their way since the k blocks before; now asked for, or only
+// How far the activations of a k block are after `begin_caching`: cached, in flight since the k blocks before, issued now, or only
 // the first of several rounds of them, with the rest of the pipeline to follow.
 enum LoadState { CACHED, IN_FLIGHT, ISSUED, FIRST_ISSUED };
 
-// Whether a warp that rotates in several rounds asks for the rest of its pipeline after the input of the last. As measured.
+// Whether a warp that rotates in several rounds issues the rest of its pipeline after the input of the last. As measured.
 template <class K, class List> constexpr bool DEFERS_WEIGHTS = List::single && (K::arithmetic != HALF || (K::byte_sums && K::tile_rows > 8));
 
 // One block's state through its n tiles.
@@ -73,9 +73,9 @@ struct NarrowBlock {
 #pragma unroll 1
         for (; k_blocks; --k_blocks) next_stage();
     }
-    // Makes sure of the activations of a k block and, as far as there is room, those after it, in two steps: what memory has is asked
+    // Makes sure of the activations of a k block and, as far as there is room, those after it, in two steps: what memory has is issued
     // for, and waited for. Of what a launch before rotated, the part after that is fetched behind the arithmetic. What other kernels
-    // write is touched after this only. The first time most of a pipeline is asked for behind the activations, which would come after it.
+    // write is touched after this only. The first time most of a pipeline is issued behind the activations, which would come after it.
     template <class K>
     __device__ __forceinline__ LoadState begin_caching(RawOf<K>& raw, u32 k_block, const NarrowShard& shard) {
         if (k_block < cached_end) return CACHED;
@@ -95,7 +95,7 @@ struct NarrowBlock {
                 else load_input(raw, args, at, rotations.whole, lane);
             }
             if (announces_arrival()) reduction.mark_missing(lane);
-            // A block whose k blocks all fit its pipelines lets nobody ask for more weights before everybody has asked for input. As measured.
+            // A block whose k blocks all fit its pipelines lets no warp issue more weights before all have issued input. As measured.
             if (K::half_bits <= 8 && rotations.warp_wide && !begun() && end - k_block <= STAGES) __syncthreads();
             if (DEFERS_WEIGHTS<K, List> && !begun() && rotations.more()) return FIRST_ISSUED;
         } else {
@@ -111,7 +111,7 @@ struct NarrowBlock {
     __device__ __forceinline__ bool begun() const { return cached_begin != cached_end; }
     // Whether this warp says that the block has begun: once, in two steps with a barrier between them.
     __device__ __forceinline__ bool announces_arrival() const { return !clustered && !begun() && warp == reduction.leader; }
-    // Asks for what `start` has left of the pipeline.
+    // Issues the loads of the pipeline that `start` did not.
     __device__ __forceinline__ void fill_pipeline() {
         stage += EARLY_STAGES * stage_bytes;
         fetch_stages(STAGES - EARLY_STAGES);
@@ -159,7 +159,7 @@ struct NarrowBlock {
     }
 };
 
-// A warp's sums go to whoever finishes the n tile.
+// Hands a warp's partial sums to the block that reduces the n tile.
 template <class K, int J, class Block>
 __device__ __forceinline__ void hand_over_partial(Block& block, const Totals<K> (&totals)[J], const NTile& n_tile, bool columns) {
 #if __CUDA_ARCH__ >= 900

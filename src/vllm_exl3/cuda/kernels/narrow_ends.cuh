@@ -1,12 +1,12 @@
-// Which block finishes an n tile that several slice.
+// Which block reduces an n tile that several blocks share.
 //
 // A block marks its partial sums as MISSING when it begins, and counts itself after that. The one that counts last knows that all others of
 // the n tile are running or done: it may wait for their sums, whatever else the GPU does, and finishes the n tile. Where there is much
-// to do it tells the others, and each of them finishes a slice; what those leave that had ended before, it takes over.
+// to do it sets the others' roles, and each of them reduces a slice; it takes over the slices of those that had exited before.
 #pragma once
 #include "narrow_finish.cuh"
 
-// An n tile that a block slices: the first block of it, and how many there are (0: no n tile).
+// An n tile that a block shares with others: the first block of it, and how many there are (0: no n tile).
 struct SharedTile {
     NTile n_tile;
     u32 first, blocks;
@@ -14,7 +14,7 @@ struct SharedTile {
     u32 role;
 };
 
-// Where a block's partial sums lie, one after the other, in 16 bytes: up to the last of an n tile that it slices.
+// Where a block's partial sums lie, one after the other, in 16 bytes: up to the last of an n tile that it shares.
 struct BlockPartials {
     uint4* from;
     u32 count;
@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 arrive(u32* counter, u32 last) {
     asm volatile("atom.acquire.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
     return before;
 }
-// Sets a turn that is UNDECIDED; gives what it was. No fence stands around it: partial sums of third blocks were marked, fenced and counted before
+// Sets a role that is UNDECIDED; returns the role before. No fence stands around it: partial sums of third blocks were marked, fenced and counted before
 // anybody set REDUCES, and who finds that reads them behind a branch on it, from the L2, where all of this took place.
 __device__ __forceinline__ u32 decide(u32* role, u32 wanted) {
     u32 before;
@@ -39,7 +39,7 @@ __device__ __forceinline__ u32 load_role(const u32* at) {
     return word;
 }
 
-// The n tiles at the two tiles of a block's range, where it slices them. One warp announces them before a barrier of the block.
+// The n tiles at the two ends of a block's range, where it shares them. One warp announces them before a barrier of the block.
 template <int J, int TILE_ROWS>
 struct TileReduction {
     static constexpr bool may_cooperate = TILE_ROWS > 4;  // with fewer tokens there is too little to do

@@ -22,7 +22,7 @@ struct NTile {
     }
 };
 
-constexpr u32 ROLE_WORDS = 32;    // behind a partial sum; one says whether its block finishes a slice of the n tile
+constexpr u32 ROLE_WORDS = 32;    // behind a partial sum; one is the block's role in the reduction of the n tile
 
 // A partial sum's number: n tiles and blocks are both in order, so this one is unique.
 __device__ __forceinline__ u32 partial_of(u32 block, u32 n_tile) { return block + n_tile; }
@@ -40,7 +40,7 @@ __device__ __forceinline__ u32* role_at(const NarrowArgs& args, u32 partial, u32
     return reinterpret_cast<u32*>(partial_at<J>(args, partial + 1, tile_rows)) - ROLE_WORDS;
 }
 
-// What a word of a partial sum is until its sum arrives: a NaN that no arithmetic makes.
+// The value of a word of partial sums until its sum arrives: a NaN that no arithmetic makes.
 constexpr u32 MISSING = 0xffffffffu;
 
 // Words of a partial sum are written and read without any order among them: one that is no longer MISSING is a sum.
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_partial(const NarrowArgs& args, const Tota
     }
 }
 
-// Whether a block finishes a slice of an n tile that it has a partial sum of: decided by the one that counted itself LAST_ARRIVAL, or by itself when it
+// The part of a block in the reduction of an n tile that it has partial sums of: decided by the block of the LAST_ARRIVAL, or by itself when it
 // ends before that.
 enum ReduceRole : u32 { UNDECIDED = MISSING, REDUCES = 1, EXITED = 2, LAST_ARRIVAL = 3 };
 

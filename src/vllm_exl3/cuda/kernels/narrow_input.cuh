@@ -65,7 +65,7 @@ __device__ __forceinline__ void rotate_raw(float (&v)[8 * VECTORS], const Raw<VE
 }
 
 // What the k blocks [begin, end) of one shard multiply, rotated by WARPS_OF_BLOCK warps. Scales and input of a warp's first rotation are
-// asked for early, and nothing but them lives meanwhile.
+// issued early, and nothing but them lives meanwhile.
 template <class K, u32 WARPS_OF_BLOCK>
 struct Rotations {
     static constexpr u32 at_once = 32 / LANES<K>;

@@ -41,9 +41,9 @@ struct NarrowShard {
 };
 
 struct NarrowArgs {
-    u32 splits;             // blocks that share an n tile, or 0 where the whole list is cut
+    u32 splits;             // split-K: blocks that share an n tile; 0: stream-K over the whole list
     u32 splits_inverse;
-    u32 range_k_blocks;       // k blocks of an n tile where parts > 0, else of a block's range,
+    u32 range_k_blocks;       // k blocks of an n tile where splits > 0, else of a block's range,
     u32 longer_ranges;     // and how many ranges hold one more
     NarrowShard shards[MAX_SHARDS];
     void* out;

@@ -13,7 +13,7 @@ constexpr float LARGEST_INTEGER = 16256.0f, LARGEST_BYTE = 127.0f;  // the forme
 constexpr float MUL1_SCALE = 1774.0f / (1 << 18);
 constexpr float MUL1_OFFSET = -905216.0f / 1774.0f;  // w = MUL1_SCALE·(B + MUL1_OFFSET), B the sum of four bytes
 
-// A token's part: words [half of its k][quad][plane][k-tile][4] of operands, of which a lane reads the quads of its (plane, k-tile);
+// A token's part: words [half of k][quad][plane][k-tile][4] of operands, of which a lane reads the quads of its (plane, k-tile);
 // then where its sums begin, and the factor that undoes its scale. Only tokens that exist have one, unless a record holds several
 // groups of columns; lanes of others read the last one's, and what comes of it ends in columns that nobody reads.
 template <int ARITHMETIC, int TILE_ROWS, bool = WARPGROUPS && ARITHMETIC == HALF>
@@ -27,7 +27,7 @@ struct Record {
     static constexpr u32 bytes = (TILE_ROWS < group ? group : TILE_ROWS) * token_bytes;  // at most
 };
 
-// The same for wgmma: 8×8 matrices of 16-byte rows as its descriptors want them, [half of k][product][half of its k][token], one word a
+// The same for wgmma: 8×8 matrices of 16-byte rows as its descriptors want them, [half of k][product][half of its 16 k][token], one word a
 // k-tile; then every token's factor, and what is added to its sums after that.
 template <int ARITHMETIC, int TILE_ROWS>
 struct Record<ARITHMETIC, TILE_ROWS, true> {

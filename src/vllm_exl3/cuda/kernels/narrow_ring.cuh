@@ -5,7 +5,7 @@
 #pragma once
 #include "narrow_problem.cuh"
 
-// K blocks of a pipeline that are asked for before the activations. Memory answers in order, and a whole pipeline on every multiprocessor takes it
+// K blocks of a pipeline that are issued before the activations. Memory answers in order, and a whole pipeline on every multiprocessor takes it
 // two microseconds.
 constexpr u32 EARLY_STAGES = 1;
 

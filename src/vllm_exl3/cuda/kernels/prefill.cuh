@@ -37,7 +37,7 @@ struct KBlockLoader {
     const u8* activations;
     u64 pitch;                 // bytes from one k-tile row to the next
     u32 bytes, row_bytes;      // of a k-tile row: what there is, and its place in the pipeline
-    u32 weight_bytes, offset;  // of a k block's weights in the pipeline; of the block's slice of the activations behind them
+    u32 weight_bytes, offset;  // of a k block's weights in the pipeline; of the block's part of the activations behind them
 
     __device__ __forceinline__ KBlockLoader(const PrefillArgs& args, const PrefillWorkTile& work, u32 rank) {
         const PrefillShard& shard = args.shards[work.shard];
@@ -142,7 +142,7 @@ __device__ __forceinline__ void release(u32 empty, int lane) {
     }
 }
 
-// Shared memory that finishes of tiles take.
+// Shared memory of epilogues.
 template <class S> constexpr u32 epilogue_bytes = S::PAIRS == 1 ? HadamardEpilogue<S::TOKENS>::bytes : S::PAIRS * STAGING_BYTES;
 
 // Multiplies a work tile of shards of one kind. Which of the overloads serves is the shape's choice.

@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 weight_bytes(u32 first, u32 second) {
     return both;
 }
 
-// The weights of pipeline positions P..P+3, one a byte.
+// The weights of ring positions P..P+3, one a byte.
 template <class W, int P>
 __device__ __forceinline__ u32 decode_bytes(const u32 (&words)[W::words]) {
     const u32 x0 = product_word<MUL1, W::twice>(W::template get<P>(words));

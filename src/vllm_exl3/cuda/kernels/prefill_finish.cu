@@ -1,6 +1,6 @@
-// Finishes the tiles that several clusters have multiplied parts of: adds the parts in their order in k, then all that follows.
+// Split-K reduction as a launch of its own: adds the partial sums of a tile in the order of k, then runs its epilogue.
 // The compiler's caller defines
-//   INSTANCE_PARTIALS      how parts leave their sums: HalfPartials, or IntPartials of int8 products
+//   INSTANCE_PARTIALS      how partial sums are stored: HalfPartials, or IntPartials of int8 products
 //
 // Grid (split tiles × Hadamard blocks of an n tile, groups of 64 tokens of a tile). Threads have the sums that the threads of the
 // GEMM had.

@@ -6,7 +6,7 @@
 //
 // k is permuted to suit the order in which a lane has its weights: product p, p < 2, of a k block holds in its bytes 4q..4q+3 of
 // k the channels 2i, 2i+1, 2i+8, 2i+9 of k-tile q, with i = 2p, and in bytes 16+4q..19+4q those with i = 2p+1. They are the
-// pipeline positions 8i..8i+3 of the one channel of a lane and 8i+4..8i+7 of the other.
+// ring positions 8i..8i+3 of the one channel of a lane and 8i+4..8i+7 of the other.
 //
 // Roles are those of prefill.cuh, and the copying warp's neighbours end tiles: what is left of a tile is then not waited for.
 #pragma once

@@ -7,7 +7,7 @@
 #pragma once
 #include "prefill_epilogue.cuh"
 
-// Tokens of a tile; blocks of a cluster, which slice the activations. One Hadamard block a thread block.
+// Tokens of a tile; blocks of a cluster, which share the activations. One Hadamard block a thread block.
 template <int TOKENS_, int CLUSTER_>
 struct ByteShape {
     static constexpr int TOKENS = TOKENS_, PAIRS = 1, CLUSTER = CLUSTER_, N_BLOCKS = CLUSTER;

@@ -1,4 +1,4 @@
-// Finishes a tile with the tensor cores: the output Hadamard as a product of its sums in fp16 with a matrix of ones and minus ones.
+// The epilogue of a tile on the tensor cores: the output Hadamard as a product of its sums in fp16 with a matrix of ones and minus ones.
 //
 // Butterflies in registers take more instructions than there are cycles to hide them: those that run beside wgmma slow it down,
 // wherever they are. As a product the transform takes 1024 cycles a tile, and its result lies so that threads store 16 bytes.

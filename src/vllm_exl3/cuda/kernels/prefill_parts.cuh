@@ -1,9 +1,9 @@
-// Finishes the tiles that several clusters have multiplied parts of, by these clusters: each finishes a slice of the tile's tokens.
+// Split-K reduction inside the GEMM: the clusters that multiplied parts of a tile reduce it, each a slice of its tokens.
 //
-// A tile's parts count in one word as they come to memory. Whoever has no more to multiply waits until all parts of its tiles are
-// there, adds them up for its slice in their order in k, and does all that follows. Blocks need not run at the same time: who
-// has waited for long gives its slice up and leaves, and the part that comes last, which waits for nobody, finds what was given
-// up before. One atomic word decides between the two, and no bit of a result depends on who finishes a slice.
+// A tile's parts count in one word as they come to memory. A block that has no more to multiply waits until all parts of its tiles are
+// there, adds them up for its slice in their order in k, and runs its epilogue. Blocks need not run at the same time: one that
+// has waited for long releases its slice and exits, and the part that comes last, which waits for nobody, finds what was released
+// before. One atomic word decides between the two, and no bit of a result depends on who finishes a slice.
 //
 // All of this comes behind the loop over work tiles: a branch in it that threads of a warp take differently costs the products
 // a twentieth, since addresses are no longer known to be the same for a warp.
@@ -18,7 +18,7 @@ constexpr u32 COUNT = (1u << RELEASED) - 1;
 // A tile that is split, which part of it a range has, and what the block has to do about it.
 struct SplitTile {
     u32 shard, n_tile, row_tile, rows;      // the n tile is the cluster's; rows of the tile
-    u32 split_tile, begin;                   // its number among the cut ones; its first k block
+    u32 split_tile, begin;                   // its number among the split ones; its first k block
     u32 first, splits, split;                // the first range that has a part of it, and how many have; the range's
     u32 slices, steps;                     // that rows are divided into; steps of a slice
     u32 word;                              // what the tile's word was when the block's part came; then the slices that the block finishes
@@ -58,7 +58,7 @@ struct SplitTile {
     }
 };
 
-// The split tiles at the two finishes of a block's range, in shared memory: the range's last first.
+// The split tiles at the two ends of a block's range, in shared memory: the range's last first.
 struct SplitTiles {
     u32 count, fetched;  // whether the first one's scales are in shared memory, since the range finishes with it
     SplitTile tiles[2];
@@ -79,7 +79,7 @@ struct SplitTiles {
     }
 };
 
-// Finishes a slice, STEPS steps at a time, PARTS parts of them; the next ones are on their way meanwhile.
+// Reduces a slice, STEPS steps at a time, PARTS splits of them; the next ones are on their way meanwhile.
 template <int STEPS, int PARTS, class Block>
 __device__ __forceinline__ void reduce_slice(Block& block, const SplitTile& tile, u32 n_block, u32 slice) {
     using Part = RowPart<STAGED / 2>;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void reduce_slice(Block& block, const SplitTile& tile
     }
 }
 
-// Finishes what the block has to of the tiles that its range has parts of.
+// Reduces the block's slices of the tiles that its range has parts of.
 template <class S, class Block>
 __device__ __forceinline__ void reduce_splits(Block& block) {
     constexpr int STEPS = S::TOKENS / 64, PARTS = 8 / STEPS;

@@ -53,7 +53,7 @@ struct PrefillArgs {
     u32 n_blocks;    // Hadamard blocks of an n tile
     u32 block_rows;      // of a block of the transform: 1, 2, 4, 8 or 16
     u32 rows_in_shared;           // whether the transform's blocks have shared memory for their rows
-    u32 cluster_size;         // blocks of a cluster of prefill_rotate.cu or gemm_rotate.cu, which slice their rows
+    u32 cluster_size;         // blocks of a cluster of prefill_rotate.cu or gemm_rotate.cu, which share their rows
     u32 split_k;     // gemm.cu: whether every n tile is split into equal parts, one a thread block
     u32 offset_parts;    // blocks of a cluster of gemm_rotate.cu, or Hadamard blocks of k where prefill_transform.cu takes its place
     u32 padding;         // to a multiple of 8 bytes
@@ -67,7 +67,7 @@ __device__ __forceinline__ u32 prefill_range_of_k_block(const PrefillArgs& args,
     return k_block < longer ? k_block / (args.range_k_blocks + 1) : args.longer_ranges + (k_block - longer) / args.range_k_blocks;
 }
 
-// Where a range leaves its sums of the tile whose k blocks begin at `tile_begin`: it slices at most the tiles at its two finishes.
+// Where a range leaves its sums of the tile whose k blocks begin at `tile_begin`: it shares at most the tiles at its two ends.
 template <class Partials>
 __device__ __forceinline__ uint4* prefill_partials(const PrefillArgs& args, u32 range, u32 tile_begin, u32 place) {
     const u32 second = prefill_range_begin(args, range) < tile_begin ? 1 : 0;

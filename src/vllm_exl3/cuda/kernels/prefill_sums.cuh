@@ -1,4 +1,4 @@
-// What a part of a tile leaves of its sums in memory, eight of a thread at a time, and how parts are added up.
+// Partial sums of split tiles: how a thread packs them, eight at a time, and how they are added up.
 #pragma once
 #include "problem.cuh"
 

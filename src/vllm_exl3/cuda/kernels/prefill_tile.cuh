@@ -1,4 +1,4 @@
-// What the prefill kernels of every architecture slice: kinds, the shape of a tile, and decoding to the A operand.
+// Shared by the prefill kernels of every architecture: kinds, the shape of a tile, and decoding to the A operand.
 #pragma once
 #include "fragments.cuh"
 #include "prefill_problem.cuh"
@@ -8,7 +8,7 @@ constexpr u32 WEIGHT_PAD = 32;  // bytes after each k-tile's row: makes the lane
 constexpr u32 OUTPUT_PITCH = HADAMARD_SIZE + 4;
 constexpr u32 BARRIER_BYTES = 512;
 
-// Tokens of a tile; pairs of warpgroups a block and blocks a cluster, which slice the activations.
+// Tokens of a tile; pairs of warpgroups a block and blocks a cluster, which share the activations.
 template <int TOKENS_, int PAIRS_, int CLUSTER_>
 struct Shape {
     static constexpr int TOKENS = TOKENS_, PAIRS = PAIRS_, CLUSTER = CLUSTER_, N_BLOCKS = PAIRS * CLUSTER;

@@ -7,7 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// Element types of x, out and bias; the values are those of vllm_exl3/cuda/geometry.py.
+// Element types of x, out and bias; `ELEMENTS` of vllm_exl3/cuda/binding.py has the same values.
 enum Element : u32 { F16 = 0, BF16 = 1, F32 = 2 };
 
 __device__ __forceinline__ float half_to_float(u16 bits) {

@@ -1,6 +1,6 @@
-// Window extraction: the 16-bit trellis states of 32 consecutive pipeline positions, from the words that hold them.
+// Window extraction: the 16-bit trellis states of 32 consecutive ring positions, from the words that hold them.
 //
-// A lane owns pipeline positions 32c..32c+31 of one tile, the 16 k of output channels c and c+8. `load_words` leaves
+// A lane owns ring positions 32c..32c+31 of one tile, the 16 k of output channels c and c+8. `load_words` leaves
 // in registers a bit string, most significant bit first, in which the state of position p starts at bit `start(p)`;
 // `get<p>` cuts it out. Which bits, is known at compile time, so each state costs one or two instructions:
 //   K = 1, 2, 3, 4, 6, 8: many states of equal start mod 8 lie few bytes apart: a funnel shift a word serves them all, each
@@ -57,7 +57,7 @@ struct Window {
 
 // Reads the lane's words of one tile. `read(i)` gives word i of the tile (shared or global memory), `c` = lane >> 2.
 // Whole K: the word before the lane's own is the last word of the lane that owns the positions before: lane - 4,
-// modulo the warp, which is also what makes the pipeline bite its tail.
+// modulo the warp, which is also what makes the ring bite its tail.
 template <int HALF_BITS, class Vector>
 __device__ __forceinline__ void load_words(u32 (&w)[Window<HALF_BITS>::words], const Vector& read, int lane) {
     using W = Window<HALF_BITS>;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_words(u32 (&w)[Window<HALF_BITS>::words], c
         w[0] = __shfl_sync(0xffffffffu, words[own - 1], (lane - 4) & 31);
     } else {
         // Odd c starts on a word, even c in the middle of the word before: aligned here by a shift of 0 or 16.
-        const int before = (HALF_BITS * c - 1) >> 1;  // floor(K·c - 1/2), -1 for c = 0: the pipeline's last word
+        const int before = (HALF_BITS * c - 1) >> 1;  // floor(K·c - 1/2), -1 for c = 0: the ring's last word
         u32 raw[W::words + 1];
         raw[0] = read.one(before < 0 ? W::tile_words - 1 : before);
 #pragma unroll
