@@ -1,17 +1,18 @@
 """Which kernels a pack, or any pack, needs on which GPU: for ``vllm-exl3 precompile``, the doctor and the tests."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from vllm_exl3.cuda import gemm, narrow, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
-from vllm_exl3.cuda.prefill_input import ROTATE_FEW
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, ROTATE_FEW
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
-from vllm_exl3.pack.stored import Codebook, StoredLinear
+from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear
 
 __all__ = ["codes_of", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
 
@@ -99,6 +100,8 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
             rounded = {int8 for (_, int8), instance in ROTATE_FEW.items() if instance in multiplied}
             # Which of them rotates depends on the input's width.
             found += [*multiplied, *(instance for (_, int8), instance in ROTATE_FEW.items() if int8 in rounded)]
+        # Inputs that are too wide for int8 are multiplied as fp16, also in fast mode.
+        found += gemm.instances(tuple(replace(shard, in_features=MOST_FEW_IN + BLOCK) for shard in large), limits)
         found += prefill.instances(small, limits)
         found += prefill_int8.instances(small, limits)
     return list(dict.fromkeys(found))
