@@ -36,7 +36,7 @@ __all__ = [
     "refusal",
 ]
 
-GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128), (16, 24, 32, 48, 64, 96, 128)
+GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128), (16, 24, 32, 48, 64, 96, 128)
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
 _BLOCK_N, _BLOCK_K = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
@@ -152,7 +152,8 @@ def _check_partition(partition: GemmPartition, n_tiles: int, depth: int) -> None
 
 def _staging(tokens: int) -> int:
     """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm_epilogue.cuh."""
-    return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * (tokens // 2 if tokens > 96 else tokens) * (BLOCK + 4)
+    staged = tokens // 4 if tokens > 112 else tokens // 2 if tokens > 80 else tokens
+    return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * staged * (BLOCK + 4)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,9 @@
 #include "gemm_mainloop.cuh"
 
 constexpr u32 GEMM_PRODUCER_THREADS = 128, GEMM_BLOCK_THREADS = GEMM_PRODUCER_THREADS + GEMM_CONSUMER_THREADS;
-constexpr u32 GEMM_BARRIER_BYTES = 256;  // two words and a barrier, the pipeline's barriers
+constexpr u32 GEMM_BARRIER_BYTES = 256;  // two words, a barrier, the pipeline's barriers
+// Shared memory: those, offsets, what epilogues need, the pipeline.
+template <int TOKENS> constexpr u32 gemm_head_bytes = GEMM_BARRIER_BYTES + 4 * MAX_SHARDS * TOKENS;
 
 // All of one arithmetic.
 template <class First, class... Ks> struct GemmKinds {
@@ -37,73 +39,60 @@ __device__ __forceinline__ void multiply_work(GemmKinds<Ks...>, typename GemmKin
     ((index++ == kind ? multiply(Ks{}) : void()), ...);
 }
 
-// Multiplies the block's work tiles, and finishes the n tiles that come together here.
+// The state of a consumer thread: made anew where it is needed, to take no registers beside products.
+template <int TOKENS>
+__device__ __forceinline__ GemmBlock consumer_block(const PrefillArgs& args, u8* memory) {
+    const u32 thread = threadIdx.x;
+    const u32 pair = __shfl_sync(0xffffffffu, thread / PAIR_THREADS, 0), warp = __shfl_sync(0xffffffffu, thread / 32 % PAIR_WARPS, 0);
+    float* offsets = reinterpret_cast<float*>(memory + GEMM_BARRIER_BYTES);
+    u8* staging = memory + gemm_head_bytes<TOKENS> + pair * gemm_staging_bytes<TOKENS>;
+    return GemmBlock{args, *reinterpret_cast<Staging*>(staging), offsets, shared_address(memory) + 8, reinterpret_cast<u32*>(memory), pair, int(warp), int(thread & 31), int(thread % PAIR_THREADS)};
+}
+
+// Multiplies the block's work tiles, and finishes the n tiles whose sums come together here.
 template <int TOKENS, class List>
-__device__ __forceinline__ void consume(const PrefillArgs& args, GemmPipeline pipeline, const GemmBlock& block, int warp) {
-    GemmScheduler scheduler(args);
-    GemmWorkTile work;
-    u32 phase = 0;  // of others' parts
+__device__ __forceinline__ void consume(const PrefillArgs& args, GemmPipeline pipeline, u8* memory, int warp, int lane) {
+    u32 k_block = prefill_range_begin(args, blockIdx.x);
     bool stored_first = false;  // the range's first n tile, as another block has its beginning
     wait_on_dependent_grids();
     // No loop in here may end for some lanes before others: addresses in the pipeline would no longer be known to be the same for a warp, which
-    // costs the products a twentieth.
-    while (scheduler.next(args, work)) {
-        if (work.complete || scheduler.k_block == scheduler.k_block_end) load_epilogue_operands<TOKENS>(block, work);  // else it is left to others
+    // costs the products a twentieth. What is looked up again behind the products takes no registers beside them.
+    while (k_block < prefill_range_begin(args, blockIdx.x + 1)) {
         typename List::Sum sums[TOKENS / 2] = {};
-        multiply_work<TOKENS>(List{}, sums, pipeline, work, args.shards[work.shard].kind, warp, block.lane);
-        stage<TOKENS>(sums, block);
+        {
+            const GemmWorkTile work(args, k_block);
+            if (work.complete || work.last) load_epilogue_operands<TOKENS>(consumer_block<TOKENS>(args, memory), work);  // else it is left to others
+            multiply_work<TOKENS>(List{}, sums, pipeline, work, args.shards[work.shard].kind, warp, lane);
+        }
+        const GemmBlock block = consumer_block<TOKENS>(args, memory);
+        const GemmWorkTile work(args, rematerialize(k_block));
         if (work.complete) {
-            EpilogueWork epilogue(block, work, List::bytes);
-            epilogue.end = min(args.rows, u32(staged_tokens<TOKENS>));
-            finish_tokens<TOKENS, true>(block, epilogue, phase);
-            if constexpr (staged_tokens<TOKENS> < TOKENS) {
-                stage<TOKENS, staged_tokens<TOKENS>>(sums, block);
-                epilogue.begin = epilogue.staged = epilogue.end, epilogue.end = args.rows;
-                finish_tokens<TOKENS, true>(block, epilogue, phase);
-            }
-        } else if (scheduler.k_block < scheduler.k_block_end) {
+            finish_n_tile<TOKENS, false>(sums, block, EpilogueWork(block, work, List::bytes));
+        } else if (!work.last) {
             store_partial<TOKENS>(sums, block, work);
             count_partial(block, work, block.words);
             stored_first = true;
-        } else if constexpr (staged_tokens<TOKENS> < TOKENS) {
-            store_partial<TOKENS>(sums, block, work);
+        } else if (args.split_k) {
+            return reduce_slices<TOKENS>(sums, block, EpilogueWork(block, work, List::bytes));
+        } else {
+            finish_last_n_tile<TOKENS>(sums, block, EpilogueWork(block, work, List::bytes));
+            break;
         }
+        k_block += work.end - work.begin;
     }
-    EpilogueWork epilogue(block, work, List::bytes);
-    u32 slices = 0, tokens = args.rows;  // slices of an n tile's tokens that the block finishes, a bit each; tokens of a slice
-    if (!work.complete) slices = args.split_k ? claim_slices<TOKENS>(block, epilogue, tokens) : claim_tile<TOKENS>(block, epilogue);
-#pragma unroll 1
-    while (true) {
-        if (slices == 0 && stored_first) {
-            stored_first = false;
-            asm volatile("cp.async.wait_all;" ::: "memory");  // what was fetched for the last n tile, if it was not finished here
-            block.sync();  // the word is there
-            GemmScheduler(args).next(args, work);
-            epilogue = EpilogueWork(block, work, List::bytes);
-            epilogue.own = ~0u;  // other sums have been staged since
-            slices = *block.words == epilogue.splits - 1;
-            if (slices) load_epilogue_operands<TOKENS>(block, work);
-        }
-        if (slices == 0) return;
-        epilogue.begin = (__ffs(slices) - 1) * tokens, epilogue.end = min(args.rows, epilogue.begin + tokens), slices &= slices - 1;
-        finish_tokens<TOKENS, false>(block, epilogue, phase);
-    }
+    if (stored_first) finish_first<TOKENS, List>(consumer_block<TOKENS>(args, memory));
 }
 
 template <int TOKENS, class List>
 __device__ __forceinline__ void gemm(const PrefillArgs& args) {
     extern __shared__ __align__(128) u8 memory[];
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-    // Shared memory: words and barriers, offsets, what epilogues need, the pipeline.
-    constexpr u32 staging = gemm_staging_bytes<TOKENS>, offset_bytes = 4 * MAX_SHARDS * TOKENS, head = GEMM_BARRIER_BYTES + offset_bytes;
-    constexpr u32 pipeline_at = (head + 2 * staging + 127) & ~127u;
-    const u32 base = shared_address(memory), offsets_barrier = base + 8, partials_barrier = base + 16;
+    const u32 base = shared_address(memory), offsets_barrier = base + 8;
     // Rounded here, although it is the same: the compiler then knows of all addresses in the pipeline that they are the same for a warp.
-    const GemmPipeline pipeline(args, base + 24, (base + head + 2 * staging + 127) & ~127u, List::token_bytes * TOKENS);
+    const GemmPipeline pipeline(args, base + 16, (base + gemm_head_bytes<TOKENS> + 2 * gemm_staging_bytes<TOKENS> + 127) & ~127u, List::token_bytes * TOKENS);
     float* offsets = reinterpret_cast<float*>(memory + GEMM_BARRIER_BYTES);
     if (threadIdx.x == 0) {
         mbarrier_init(offsets_barrier, GEMM_PRODUCER_THREADS - 32);
-        mbarrier_init(partials_barrier, 1);
         pipeline.init(GEMM_CONSUMER_THREADS / 32);
     }
     __syncthreads();
@@ -118,10 +107,6 @@ __device__ __forceinline__ void gemm(const PrefillArgs& args) {
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GemmRegisters<TOKENS, List>::consumer));
-        const u32 pair = warp / PAIR_WARPS;
-        const GemmBlock block{args, *reinterpret_cast<Staging*>(memory + head + pair * staging), offsets, offsets_barrier, reinterpret_cast<u32*>(memory),
-                        reinterpret_cast<const float*>(memory + pipeline_at), pipeline.base, pipeline.stages * pipeline.stride, partials_barrier, pair, warp % PAIR_WARPS, lane,
-                        int(threadIdx.x % PAIR_THREADS)};
-        consume<TOKENS, List>(args, pipeline, block, warp);
+        consume<TOKENS, List>(args, pipeline, memory, warp, lane);
     }
 }

@@ -47,7 +47,6 @@ struct KBlockLoader {
         weights = reinterpret_cast<const u8*>(shard.trellis) + GEMM_K_TILES * work.begin * pitch + 2 * work.n_tile * block_bytes;
         activations = args.activations + static_cast<u64>(work.shard * (args.in_features / GEMM_BLOCK_K) + work.begin) * activation_bytes;
     }
-    __device__ __forceinline__ void skip_weights() { weights += GEMM_K_TILES * pitch; }
     __device__ __forceinline__ void fetch_weights(const GemmPipeline& pipeline) {
         const u32 barrier = pipeline.full + 8 * pipeline.index;
         if (elect_one()) {
@@ -55,7 +54,7 @@ struct KBlockLoader {
 #pragma unroll
             for (u32 row = 0; row < GEMM_K_TILES; ++row) bulk_copy(pipeline.stage + row * row_bytes, weights + row * pitch, bytes, barrier);
         }
-        skip_weights();
+        weights += GEMM_K_TILES * pitch;
     }
     __device__ __forceinline__ void fetch_activations(const GemmPipeline& pipeline) {
         if (elect_one()) bulk_copy(pipeline.activations(), activations, activation_bytes, pipeline.full + 8 * pipeline.index);
@@ -63,32 +62,18 @@ struct KBlockLoader {
     }
 };
 
-// Fetches every k block of the block's range. One warp. Weights never change: as many as the pipeline holds are fetched while the kernel ahead runs.
+// Fetches every k block of the block's range. One warp. The first one's weights, which never change, are fetched while the kernel ahead runs. More
+// would not do: memory answers in the order of issue, and whole pipelines of all multiprocessors take it microseconds.
 __device__ __forceinline__ void produce(const PrefillArgs& args, GemmPipeline pipeline, u32 activation_bytes) {
-    u32 ahead = 0;  // k blocks whose weights are on their way
-    {
-        GemmScheduler scheduler(args);
-        GemmWorkTile work;
-        GemmPipeline early = pipeline;
-        while (ahead < pipeline.stages && scheduler.next(args, work)) {
-            KBlockLoader source(args, work, activation_bytes);
-            for (u32 k_block = work.begin; k_block < work.end && ahead < pipeline.stages; ++k_block, ++ahead, early.next()) source.fetch_weights(early);
-        }
-    }
-    wait_on_dependent_grids();
-    GemmScheduler scheduler(args);
-    GemmWorkTile work;
-    u32 done = 0;
-    while (scheduler.next(args, work)) {
+    bool waited = false;
+    for_each_work_tile(args, [&](const GemmWorkTile& work) {
         KBlockLoader source(args, work, activation_bytes);
-        for (u32 k_block = work.begin; k_block < work.end; ++k_block, ++done, pipeline.next()) {
-            if (done < ahead) {
-                source.skip_weights();
-            } else {
-                pipeline.wait_empty();
-                source.fetch_weights(pipeline);
-            }
+        for (u32 k_block = work.begin; k_block < work.end; ++k_block, pipeline.next()) {
+            pipeline.wait_empty();
+            source.fetch_weights(pipeline);
+            if (!waited) wait_on_dependent_grids();
+            waited = true;
             source.fetch_activations(pipeline);
         }
-    }
+    });
 }

@@ -9,33 +9,38 @@
 
 constexpr u32 GEMM_BLOCK_N = 2 * HADAMARD_SIZE, GEMM_BLOCK_K = 2 * BLOCK_K;
 
-// The k blocks [begin, end) of an n tile's k that a thread block multiplies.
+// The k blocks [begin, end) of an n tile's k that a thread block multiplies, from a k block of its range on.
 struct GemmWorkTile {
     u32 shard, n_tile;  // the n tile counts from the shard's first
     u32 index;         // of the n tile in the launch
     u32 begin, end;
-    bool complete;
-};
+    bool complete;     // all of the n tile's k blocks
+    bool last;         // the range ends with them
 
-struct GemmScheduler {
-    u32 k_block, k_block_end, depth;
-
-    __device__ __forceinline__ explicit GemmScheduler(const PrefillArgs& args)
-        : k_block(prefill_range_begin(args, blockIdx.x)), k_block_end(prefill_range_begin(args, blockIdx.x + 1)), depth(args.in_features / GEMM_BLOCK_K) {}
-
-    __device__ __forceinline__ bool next(const PrefillArgs& args, GemmWorkTile& work) {
-        if (k_block >= k_block_end) return false;
-        work.index = k_block / depth;
-        work.begin = k_block - work.index * depth;
-        work.end = min(depth, work.begin + k_block_end - k_block);
-        work.complete = work.end - work.begin == depth;
-        work.shard = 0;
-        while (work.shard + 1 < args.shard_count && work.index >= args.shards[work.shard + 1].first_n_tile) ++work.shard;
-        work.n_tile = work.index - args.shards[work.shard].first_n_tile;
-        k_block += work.end - work.begin;
-        return true;
+    __device__ __forceinline__ GemmWorkTile(const PrefillArgs& args, u32 k_block) {
+        const u32 depth = args.in_features / GEMM_BLOCK_K, range_end = prefill_range_begin(args, blockIdx.x + 1);
+        index = k_block / depth;
+        begin = k_block - index * depth;
+        end = min(depth, begin + range_end - k_block);
+        complete = end - begin == depth;
+        last = k_block + end - begin == range_end;
+        shard = 0;
+        while (shard + 1 < args.shard_count && index >= args.shards[shard + 1].first_n_tile) ++shard;
+        n_tile = index - args.shards[shard].first_n_tile;
     }
 };
+
+// Calls `visit` with each work tile of the block's range.
+template <class Visit>
+__device__ __forceinline__ void for_each_work_tile(const PrefillArgs& args, const Visit& visit) {
+    const u32 range_end = prefill_range_begin(args, blockIdx.x + 1);
+#pragma unroll 1
+    for (u32 k_block = prefill_range_begin(args, blockIdx.x); k_block < range_end;) {
+        const GemmWorkTile work(args, k_block);
+        visit(work);
+        k_block += work.end - work.begin;
+    }
+}
 
 // The parts of an n tile that several thread blocks multiplied, numbered from its first k on.
 struct TileSplits {

@@ -69,13 +69,6 @@ struct NarrowArgs {
     u32 longer_inverse;
 };
 
-// The same value, from which the compiler computes nothing before this point: what it would keep for later takes registers.
-template <class T>
-__device__ __forceinline__ T rematerialize(T value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 // n / d by d's inverse, 2^31 / d rounded up: exact where n·d < 2^31, to which plan_narrow holds a launch.
 __device__ __forceinline__ u32 fast_divide(u32 n, u32 inverse) { return static_cast<u32>(static_cast<u64>(2 * n) * inverse >> 32); }
 

@@ -42,3 +42,10 @@ __device__ __forceinline__ void store_element(void* base, i64 index, u32 type, f
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
+
+// The same value, from which the compiler computes nothing before this point: what it would keep for later takes registers.
+template <class T>
+__device__ __forceinline__ T rematerialize(T value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
