@@ -96,8 +96,6 @@ def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch, architecture: 
     """What the host reckons with of shared memory and scratch is what the kernels take."""
     limits = typical_limits(architecture)
     lines = ['#include "narrow.cuh"', f"static_assert(sizeof(SharedTile[2]) <= {narrow_memory._STATIC_BYTES});"]
-    lines.append(f"static_assert(WARPS == {narrow._WARPS} && THREADS == {narrow._THREADS});")
-    lines.append(f"static_assert(ROTATE_THREADS == {narrow._ROTATE_THREADS});")
     many = (narrow.NARROW_32,) if limits.warpgroups else ()
     for form in (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16), Form(True, 8, fast=True), *many):
         for half_bits, codebook in every_kind():

@@ -1,7 +1,5 @@
-"""The launch geometry: structures that mirror the device's, ranges that cover the work, memory that fits."""
+"""The launch geometry: ranges that cover the work, memory that fits."""
 
-import ctypes
-import re
 from collections import Counter
 from itertools import pairwise
 
@@ -10,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_exl3.cuda import linear
-from vllm_exl3.cuda.compiler import kernel_sources
-from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
-from vllm_exl3.cuda.narrow import NARROW_32, NarrowArgs, NarrowShard, plan_narrow
+from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan
+from vllm_exl3.cuda.narrow import NARROW_32, NarrowArgs, plan_narrow
 from vllm_exl3.cuda.narrow_memory import most_columns
 from vllm_exl3.cuda.narrow_partition import NarrowPartition as Partition
 from vllm_exl3.cuda.wide import plan_wide
@@ -26,25 +23,6 @@ GPUS = {
     "rtx5090": GpuLimits("sm_120a", 170, 101376),
 }
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
-_SIZES = {"u32": 4, "i64": 8}
-_STRUCTURES = {
-    "problem.cuh": (ShardArgs, LinearArgs),
-    "narrow_problem.cuh": (NarrowShard, NarrowArgs),
-}
-
-
-@pytest.mark.parametrize("file", sorted(_STRUCTURES))
-def test_structures_mirror_the_device(file: str) -> None:
-    shard, arguments = _STRUCTURES[file]
-    for structure in (shard, arguments):
-        source = kernel_sources()[file]
-        body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", source, re.S | re.M)
-        assert body is not None
-        found = []
-        for kind, name in re.findall(r"^\s+(.*?)\s*\b(\w+)(?:\[MAX_SHARDS\])?;", re.sub(r"//.*", "", body[1]), re.M):
-            size = ctypes.sizeof(shard) * 8 if kind == shard.__name__ else 8 if kind.endswith("*") else _SIZES[kind]
-            found.append((name, size))
-        assert found == [(name, ctypes.sizeof(kind)) for name, kind in structure._fields_]
 
 
 def test_unknown_arguments_are_errors() -> None:

@@ -1,6 +1,5 @@
 """What launches of the MoE kernels are made of, and what the kernels are told."""
 
-import ctypes
 import dataclasses
 import math
 import re
@@ -14,38 +13,13 @@ from vllm_exl3.cuda.compiler import Instance, kernel_sources
 from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import choose
 from vllm_exl3.cuda.moe_gemm import forms
-from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
+from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 from vllm_exl3.cuda.moe_plan import COMBINE_ROWS, GROUP_ROWS, ROUTE, ROWS, SWIGLU_ROWS, Launch, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
-from vllm_exl3.ops.activation import ACTIVATIONS
 from vllm_exl3.pack.codec import codebook_table
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import Codebook
-
-
-def fields(name: str) -> list[str]:
-    """Members of a structure in moe_problem.cuh, in order."""
-    text = re.sub(r"//.*", "", kernel_sources()["moe_problem.cuh"])
-    body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
-    assert body is not None
-    declarations = [part.strip() for part in body.group(1).split(";") if part.strip()]
-    return [re.sub(r"\[.*\]|\*", "", item).split()[-1] for part in declarations for item in part.split(",")]
-
-
-@pytest.mark.parametrize("structure", [MoeStage, MoeArgs], ids=lambda structure: structure.__name__)
-def test_structures_mirror_the_kernels(structure: type[ctypes.Structure]) -> None:
-    assert [name for name, _ in structure._fields_] == fields(structure.__name__)
-    assert f"sizeof(MoeArgs) == {ctypes.sizeof(MoeArgs)}," in kernel_sources()["moe_problem.cuh"]
-
-
-def test_activations_are_numbered_as_the_kernels_number_them() -> None:
-    text = kernel_sources()["moe_activation.cuh"]
-    body = re.search(r"enum ActivationKind : u32 {(.*?)}", text, re.DOTALL)
-    assert body is not None
-    names = [item.split("=")[0].strip().lower() for item in body.group(1).split(",")]
-    assert tuple(names) == ACTIVATION_KINDS
-    assert set(names) == set(ACTIVATIONS)
 
 
 def plan(name: str, tokens: int, form: MoeForm) -> MoePlan:

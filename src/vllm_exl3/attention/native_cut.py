@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from vllm_exl3.attention.layout import content_bytes
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 
 __all__ = [
     "MERGE_THREADS",
@@ -20,11 +21,12 @@ __all__ = [
     "merge_shared_bytes",
 ]
 
-TILE, THREADS = 64, 128
-"""Tokens of a step and threads of a block: ``KV_TILE`` and ``KV_THREADS`` of kernels/kv_decode_problem.cuh."""
+_DEVICE = constants("kv_merge.cuh")
+TILE, THREADS = _DEVICE["KV_TILE"], _DEVICE["KV_THREADS"]
+"""Tokens of a step and threads of a block of the kernel that attends."""
 
-MERGE_THREADS = 256
-"""``KV_MERGE_THREADS`` of kernels/kv_merge.cuh."""
+MERGE_THREADS = _DEVICE["KV_MERGE_THREADS"]
+"""Threads of a block of the kernel that adds up."""
 
 MOST_SEGMENTS = THREADS
 """Each has a thread when they are added up."""

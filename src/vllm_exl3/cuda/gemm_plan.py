@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     MAX_SHARDS,
     Arithmetic,
@@ -39,9 +40,10 @@ __all__ = [
 GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128), (16, 24, 32, 48, 64, 96, 128)
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
-_BLOCK_N, _BLOCK_K = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
-_PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
-_BARRIERS, _ROW_PAD, _K_TILES = 256, 32, _BLOCK_K // 16  # of gemm.cuh and gemm_ring.cuh
+_DEVICE = constants("gemm.cuh")
+_BLOCK_N, _BLOCK_K, _K_TILES, _ROW_PAD, _BARRIERS, _THREADS = (
+    _DEVICE[f"GEMM_{name}"] for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "ROW_PAD", "BARRIER_BYTES", "BLOCK_THREADS")
+)
 _MOST_STAGES, _MOST_KINDS = 12, 2
 _MOST_SPLITS = 64
 """Splits of an n tile: more only add reading, and the pipeline must hold a token of all others' partial sums."""
@@ -224,7 +226,7 @@ def plan_gemm(
         arguments=bytes(arguments),
         offsets=shard_offsets(shards),
         grid=partition.blocks,
-        threads=_PRODUCERS + _THREADS,
+        threads=_THREADS,
         shared=fixed + stages * (weight_bytes + activation_bytes),
         cluster=1,
         transform=transform,

@@ -1,7 +1,6 @@
-"""Launch arguments of the kernels: forms, launch arguments, and where a fused layer's shards lie.
+"""Forms of kernels, launch arguments that several share, and where a fused layer's shards lie.
 
-Arithmetic on shapes, without torch or a GPU; `ShardArgs` and `LinearArgs` mirror ``kernels/problem.cuh`` field by
-field.
+Arithmetic on shapes, without torch or a GPU.
 """
 
 import ctypes
@@ -12,6 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants, members
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
@@ -30,17 +30,16 @@ __all__ = [
     "ShardOffsets",
     "TransformLaunch",
     "check_shards",
-    "fields",
     "place_scratch",
     "round_up",
     "shard_offsets",
 ]
 
-MAX_SHARDS = 8
+MAX_SHARDS = constants("problem.cuh")["MAX_SHARDS"]
 """Shards that one launch serves."""
 
-BLOCK_K, HALF_TILES, ROW_PAD = 64, 4, 32
-"""Of problem.cuh and pipeline.cuh: input channels of a k block, tile columns of half of one, bytes after each row."""
+BLOCK_K, HALF_TILES, ROW_PAD = map(constants("pipeline.cuh").__getitem__, ("BLOCK_K", "HALF_TILES", "ROW_PAD"))
+"""Input channels of a k block, tile columns of half of one, bytes after each row of weights in shared memory."""
 
 _NARROW, _SCRATCH_ALIGN = 16, 256
 
@@ -136,44 +135,18 @@ def _capability(architecture: str) -> int:
     return int("".join(filter(str.isdigit, architecture)))
 
 
-def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    """Entries of ``_fields_`` of one ctypes type, for a structure that mirrors a kernel's."""
-    return [(name, kind) for name in names]
-
-
 class ShardArgs(ctypes.Structure):
     """``ShardArgs`` of problem.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *fields(ctypes.c_uint32, "half_bits", "first_k_block", "first_n_tile", "activation_block"),
-    )
+    _fields_ = members("problem.cuh", "ShardArgs")
 
 
 class LinearArgs(ctypes.Structure):
     """``LinearArgs`` of problem.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        ("shards", ShardArgs * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
-        *fields(
-            ctypes.c_uint32, "x_type", "out_type", "bias_type", "transform_blocks", "range_k_blocks", "longer_ranges"
-        ),
-        *fields(
-            ctypes.c_uint32,
-            "n_tiles",
-            "n_tile_columns",
-            "partial_stride",
-            "pipeline_stages",
-            "half_stride",
-            "activation_stride",
-        ),
-    )
+    _fields_ = members("problem.cuh", "LinearArgs", ShardArgs)
 
 
 @dataclass(frozen=True, slots=True)

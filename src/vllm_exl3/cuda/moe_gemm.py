@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import BLOCK_K, ROW_PAD, Arithmetic, Codes, GpuLimits
 from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
 from vllm_exl3.pack.stored import Codebook
@@ -15,20 +16,21 @@ _WIDE_BLOCKS = {32: 4, 64: 3, 128: 1, 256: 1}
 _MANY_KINDS, FEW_KINDS = 7, 3
 """Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for a few."""
 
-_NARROW_THREADS, _GROUP_ROWS = 256, 8
+_DEVICE = constants("moe_cluster.cuh")
+_NARROW_THREADS, _GROUP_ROWS = 256, _DEVICE["GROUP_ROWS"]
 """Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
 
 _LIGHT_HALF_BITS = 8
 """Up to this 2·K the identities of four rows need no more than 80 registers."""
 
-_BARRIER_BYTES, _SLOTS = 512, 12
-"""Of moe_ring.cuh: bytes before the pipeline, slots in it at most."""
+_BARRIER_BYTES, _MOST_STAGES = _DEVICE["MOE_BARRIER_BYTES"], 12
+"""Bytes of shared memory before the pipeline, and stages of it at most."""
 
 _SHARED_MEMORY, _BLOCK_RESERVE = 227 << 10, 1 << 10
 """Shared memory of a block on the GPUs that have wgmma, and what is taken for each block besides."""
 
-_PAIR_THREADS, _FETCHERS = 256, 128
-"""Of moe_ring.cuh and moe_cluster.cuh: threads of a pair of warpgroups, and of the one that fetches."""
+_PAIR_THREADS, _PRODUCERS = _DEVICE["PAIR_THREADS"], _DEVICE["PRODUCER_THREADS"]
+"""Threads of a pair of warpgroups, and of the producer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +142,9 @@ def _pipeline(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
     spare = form.tile_rows == 32 or held == 2  # registers
     k_blocks = 2 if spare and room // (2 * (4 * pitch + activations)) >= 3 else 1
     stride = k_blocks * (4 * pitch + activations)
-    slots = min(_SLOTS, room // stride)
+    stages = min(_MOST_STAGES, room // stride)
     return k_blocks, {
-        "pipeline_stages": slots, "stage_stride": stride, "weight_pitch": pitch, "activation_stride": activations,
+        "pipeline_stages": stages, "stage_stride": stride, "weight_pitch": pitch, "activation_stride": activations,
     }  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
         return Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
     _, ring = _pipeline(layer.codes, form)
     values = {"thin_rows": form.tile_rows // 2, "row_padding": _GROUP_ROWS, "grouped": 1, **ring}
-    threads = _PAIR_THREADS + (_FETCHERS if form.cluster > 1 else 0)
+    threads = _PAIR_THREADS + (_PRODUCERS if form.cluster > 1 else 0)
     resident = _wide_blocks(layer.codes, form) * limits.multiprocessors // form.cluster
     if resident == 0:
         raise ValueError(

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import GpuLimits, round_up
 from vllm_exl3.cuda.moe_gemm import Gemm, exact, gemm_instance, plan_gemm
 from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
@@ -42,17 +43,19 @@ COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
 COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
 """The weighted sum where rows are grouped."""
 
-_ROW_THREADS, _SCHEDULE_THREADS, _COMBINE_ROWS_THREADS = 256, 1024, 128
-"""Of moe_rows.cuh, moe_turns.cu and moe_combine_rows.cu."""
+_ROW_THREADS = constants("moe_rows.cuh")["ROW_THREADS"]
+_SCHEDULE_THREADS = constants("moe_turns.cu")["SCHEDULE_THREADS"]
+_COMBINE_ROWS_THREADS = constants("moe_combine_rows.cu")["COMBINE_ROWS_THREADS"]
 
-_COMBINE_THREADS, _COMBINE_CHANNELS = 256, 1024
-"""Of moe_combine.cu: threads of a block, and the channels that it adds up."""
+_COMBINE_THREADS = constants("moe_combine.cu")["COMBINE_THREADS"]
+_COMBINE_CHANNELS = 4 * _COMBINE_THREADS
+"""Channels that a block of moe_combine.cu adds up: four a thread."""
 
 _ROUTE_SHARED = 64 << 10
 """Bytes of shared memory that a single sorting block's counts may take: decides its warps."""
 
-_FEW_SHARED = 4 * (2 * 128 + 1)
-"""Bytes of shared memory that sorting few slots takes: of moe_route_few.cuh."""
+_FEW_SHARED = 4 * (2 * constants("moe_route_few.cuh")["FEW_SLOTS"] + 1)
+"""Bytes of shared memory that sorting few slots takes."""
 
 _ROUTE_SLOTS, _ROUTE_BLOCKS = 1024, 64
 """Slots from which on there is a sorting block for each so many, and at most how many blocks."""

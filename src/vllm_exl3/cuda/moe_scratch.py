@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import place_scratch, round_up
 from vllm_exl3.cuda.moe_gemm import Gemm
 from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs, MoeForm
 
 __all__ = ["CHUNK_ROWS", "Scratch", "Work", "most_work", "plan_scratch"]
 
-CHUNK_ROWS = 16
-"""Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
+CHUNK_ROWS = constants("moe_problem.cuh")["CHUNK_ROWS"]
+"""Rows that are transformed together where rows are grouped."""
 
 _SUMS_BEYOND = 256
 """Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""

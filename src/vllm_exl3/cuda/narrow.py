@@ -1,8 +1,6 @@
-"""Partitions one fused linear of few tokens into a launch of the narrow kernel: k blocks, ranges, shared memory,
-scratch.
+"""Partitions one fused linear of few tokens into a launch of the narrow kernel: ranges, shared memory, scratch.
 
-Arithmetic on shapes, without torch or a GPU; `NarrowShard` and `NarrowArgs` mirror ``kernels/narrow_problem.cuh``
-field by field, the constants below its own.
+Arithmetic on shapes, without torch or a GPU.
 """
 
 import ctypes
@@ -11,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants, members
 from vllm_exl3.cuda.geometry import (
-    MAX_SHARDS,
     Form,
     GpuLimits,
     LinearPlan,
     TransformLaunch,
     check_shards,
-    fields,
     place_scratch,
     shard_offsets,
 )
@@ -29,9 +26,10 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["NARROW_32", "NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narrow", "serves_narrow_32"]
 
-_WARPS, _THREADS, _ROTATE_THREADS = 16, 512, 128
-_ROLE_WORDS = 32
-"""Behind each piece of an n tile: ``TURN_WORDS`` of narrow_finish.cuh."""
+_DEVICE = constants("narrow_finish.cuh")
+_WARPS, _THREADS, _ROTATE_THREADS = (_DEVICE[name] for name in ("WARPS", "THREADS", "ROTATE_THREADS"))
+_ROLE_WORDS = _DEVICE["ROLE_WORDS"]
+"""Words behind a block's partial sums of an n tile, one of which is its role in the reduction."""
 _MOST_K_BLOCKS, _MOST_DIVIDED = 1 << 21, 1 << 31
 """K blocks, and k blocks times an n tile's, up to which the kernel's divisions are exact (``quotient`` and ``over`` of
 narrow_problem.cuh)."""
@@ -46,32 +44,18 @@ class NarrowShard(ctypes.Structure):
     """``NarrowShard`` of narrow_problem.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis"),
-        *fields(ctypes.c_uint32, "first_k_block", "end_k_block", "out_features", "depth", "depth_inverse", "half_bits"),
-        *fields(ctypes.c_uint64, "suh", "svh"),
-        *fields(ctypes.c_uint32, "kind", "first_n_tile", "first_record", "crop_start", "crop_size", "out_column"),
-    )
+    _fields_ = members("narrow_problem.cuh", "NarrowShard")
 
 
 class NarrowArgs(ctypes.Structure):
     """``NarrowArgs`` of narrow_problem.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint32, "splits", "splits_inverse", "range_k_blocks", "longer_ranges"),
-        ("shards", NarrowShard * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "out", "bias", "partials", "counters", "x", "records"),
-        *fields(ctypes.c_int64, "x_stride"),
-        *fields(ctypes.c_uint32, "rows", "in_width", "x_type", "cached_k_blocks", "cache_buffers", "record_bytes"),
-        *fields(ctypes.c_uint32, "total_records", "shard_count"),
-        *fields(ctypes.c_int64, "out_stride"),
-        *fields(ctypes.c_uint32, "out_type", "bias_type", "n_tiles", "range_inverse", "longer_inverse"),
-    )
+    _fields_ = members("narrow_problem.cuh", "NarrowArgs", NarrowShard)
 
 
 def inverse_of(divisor: int) -> int:
-    """What ``over`` of narrow_problem.cuh divides by."""
+    """The inverse that ``fast_divide`` of narrow_problem.cuh takes for a divisor."""
     return -(-(1 << 31) // divisor)
 
 

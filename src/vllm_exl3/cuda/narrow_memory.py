@@ -6,6 +6,7 @@ The sizes are those of ``kernels/narrow_record.cuh``, ``narrow_ring.cuh`` and ``
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import ROW_PAD, Arithmetic, Form, GpuLimits
 from vllm_exl3.cuda.narrow_partition import NarrowPartition, clustered
 from vllm_exl3.pack.stored import BLOCK, Codebook
@@ -15,7 +16,8 @@ __all__ = ["NARROW", "NarrowMemory", "memory_of", "most_columns", "pipeline_stag
 NARROW = 16
 """Tokens that decoding to fp16 serves at most in a tile, other than in `narrow.NARROW_32`."""
 
-_WARPS, _K_TILES, _STATIC_BYTES = 16, 8, 128
+_DEVICE = constants("narrow_problem.cuh")
+_WARPS, _K_TILES, _STATIC_BYTES = _DEVICE["WARPS"], _DEVICE["K_TILES"], 128
 _STAGES, _LEAST_CACHED = (2, 3, 4, 6, 8), 4
 _IN_FLIGHT = 96 << 10
 """Bytes a multiprocessor that cover the latency of DRAM, with room to spare."""

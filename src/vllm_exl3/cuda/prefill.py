@@ -8,6 +8,7 @@ from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import BLOCK_K, GpuLimits, round_up
 from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import (
@@ -25,7 +26,7 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["instances", "launch", "prefill", "serves", "window_rows"]
 
-_FINISH_THREADS = 256
+_FINISH_THREADS = constants("prefill_tile.cuh")["PAIR_THREADS"]
 
 _LARGE_K_BLOCKS = 80
 """K blocks of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""

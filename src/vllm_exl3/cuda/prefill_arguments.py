@@ -1,9 +1,9 @@
-"""Launch arguments of the prefill kernels: structures that mirror ``kernels/prefill_problem.cuh`` field by field."""
+"""Launch arguments of the prefill kernels and of the GEMM."""
 
 import ctypes
 from collections.abc import Sequence
 
-from vllm_exl3.cuda.geometry import MAX_SHARDS, fields
+from vllm_exl3.cuda.declarations import members
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
@@ -14,35 +14,14 @@ class PrefillShard(ctypes.Structure):
     """``PrefillShard`` of prefill_problem.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *fields(ctypes.c_uint32, "out_features", "crop_start", "crop_size", "out_column", "kind", "half_bits"),
-        *fields(ctypes.c_uint32, "first_n_tile", "complements"),
-    )
+    _fields_ = members("prefill_problem.cuh", "PrefillShard")
 
 
 class PrefillArgs(ctypes.Structure):
     """``PrefillArgs`` of prefill_problem.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        ("shards", PrefillShard * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "offsets", "partials", "arrivals"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
-        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "n_tiles", "group", "whole_tiles"),
-        *fields(ctypes.c_uint32, "range_k_blocks", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *fields(
-            ctypes.c_uint32,
-            "n_blocks",
-            "block_rows",
-            "rows_in_shared",
-            "cluster_size",
-            "split_k",
-            "offset_parts",
-            "padding",
-        ),
-    )
+    _fields_ = members("prefill_problem.cuh", "PrefillArgs", PrefillShard)
 
 
 def place_shards(

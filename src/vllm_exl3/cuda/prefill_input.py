@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import BLOCK_K, MAX_SHARDS, GpuLimits, round_up
 from vllm_exl3.pack.stored import BLOCK
 
@@ -47,13 +48,15 @@ ROTATE_FEW = {
 QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
 
-_MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
-_ROTATED_ROWS, _MOST_CLUSTER, _QUEUED, _ARRIVED_BYTES = 8, 8, 2, 128  # of prefill_rotate.cu
+_TRANSFORM, _ROTATE, _QUANTIZE = map(constants, ("prefill_transform.cu", "prefill_rotate.cu", "prefill_quantize.cu"))
+_MOST_ROWS, _MOST_THREADS, _PART = (_TRANSFORM[name] for name in ("MOST_ROWS", "MOST_THREADS", "PART"))
+_ROTATED_ROWS, _QUEUED, _ARRIVED_BYTES = (_ROTATE[name] for name in ("ROWS", "QUEUED", "ARRIVED_BYTES"))
+_MOST_CLUSTER = 8
 _BLOCK_K_PITCH, _WARP = 2 * BLOCK_K + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
 
-_MOST_INT8_THREADS, _MOST_INT8_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a k block of a row
+_MOST_INT8_THREADS, _MOST_INT8_ROWS = _QUANTIZE["MOST_THREADS"], _QUANTIZE["MOST_ROWS"]
 _INT8_THREADS = 256
 """Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
 MOST_INT8_IN = _MOST_INT8_THREADS * BLOCK_K

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     BLOCK_K,
     GpuLimits,
@@ -56,10 +57,11 @@ FINISH, INT8_FINISH = (
 )
 """The kernels that end tiles of which several clusters have parts: of fp16 products, and of int8 ones."""
 
-_PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
+_DEVICE = constants("prefill_tile.cuh")
+_PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = (_DEVICE[name] for name in ("PAIR_THREADS", "BARRIER_BYTES", "WEIGHT_PAD"))
 _INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
-_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a sum that a part of a tile leaves: prefill_sums.cuh
+_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a partial sum: prefill_sums.cuh
 _ACTIVATIONS_IN_L2 = 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 

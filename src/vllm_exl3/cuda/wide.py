@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     BLOCK_K,
     HALF_TILES,
@@ -25,11 +26,14 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["TRANSFORM", "plan_wide"]
 
-TRANSFORM, _TRANSFORM_THREADS = Instance("transform.cu", "exl3_transform"), 896
-"""The kernel that rotates inputs for the wide kernel, and its threads a block."""
+TRANSFORM = Instance("transform.cu", "exl3_transform")
+"""The kernel that rotates inputs for the wide kernel."""
 
-_THREADS, _STAGING, _CHUNK, _OUTPUT_PITCH = 512, 512, 32, (BLOCK + 4) * 4
-"""Of linear_wide.cuh: threads, bytes before the staging area, tokens staged at once, bytes of a staged token."""
+_TRANSFORM_THREADS = constants("transform.cu")["TRANSFORM_THREADS"]
+_DEVICE = constants("linear_wide.cuh") | constants("wide_epilogue.cuh")
+_THREADS, _CHUNK, _OUTPUT_PITCH = _DEVICE["WIDE_THREADS"], _DEVICE["CHUNK"], 4 * _DEVICE["OUTPUT_PITCH"]
+_STAGING = 512
+"""Bytes of shared memory before the staging area of linear_wide.cuh."""
 
 _SPLIT_K_BLOCKS = 80
 """K blocks of two Hadamard blocks a block of the wide kernel up to which it splits k between its pairs instead."""

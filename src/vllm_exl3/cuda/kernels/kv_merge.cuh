@@ -7,7 +7,6 @@
 #include "kv_nibbles.cuh"
 #include "launch.cuh"
 
-// Mirrored by vllm_exl3/attention/native.py.
 struct KvMergeArgs {
     KvDecodeArgs decode;
     const void* sinks;  // a logit of a key without a value for each query head, or null

@@ -2,7 +2,7 @@
 #pragma once
 #include "types.cuh"
 
-// The values are those of vllm_exl3/cuda/moe_geometry.py; un-gated ones follow the gated ones.
+// The host reads the names (cuda/declarations.py); un-gated ones follow the gated ones.
 enum ActivationKind : u32 { SWIGLU = 0, SWIGLU_STEP, SITU, GELU, GELU_TANH, SILU_UNGATED, GELU_UNGATED, GELU_TANH_UNGATED, RELU2_UNGATED };
 
 // By the approximate exponential and reciprocal, which are within 2^-20.

@@ -1,4 +1,4 @@
-// Launch arguments of the kernels of routed experts: mirrored field by field in vllm_exl3/cuda/moe_geometry.py.
+// Launch arguments of the kernels of routed experts. The host reads the declarations (cuda/declarations.py).
 //
 // A slot is one (token, choice) pair, numbered token·top_k + choice. Everything that depends on the routing is found on the
 // device: launches have fixed shapes, and read how much there is to do.
@@ -85,8 +85,6 @@ struct MoeArgs {
     u32 activation;           // an `ActivationKind`
     float alpha, beta, limit;
 };
-
-static_assert(sizeof(MoeArgs) == 440, "mirrored in vllm_exl3/cuda/moe_geometry.py");
 
 // `sums` where rows are grouped.
 __device__ __forceinline__ float* sums_of_rows(const MoeStage& stage) { return reinterpret_cast<float*>(stage.sums); }

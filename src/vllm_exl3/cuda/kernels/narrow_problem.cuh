@@ -1,4 +1,4 @@
-// Launch arguments of the narrow kernel, and how its work is partitioned: mirrored field by field in vllm_exl3/cuda/narrow.py.
+// Launch arguments of the narrow kernel, and how its work is partitioned. The host reads the declarations (cuda/declarations.py).
 //
 // Work is a list of k blocks. A k block is 128 input channels (one Hadamard block of k) × one n tile of output channels; k blocks of one
 // n tile lie together with k rising, n tiles of one shard together. An n tile is 256·J channels, J tile columns for each of 16 warps.

@@ -1,4 +1,4 @@
-// Launch arguments of the prefill kernels and of gemm.cu, and how work is partitioned: mirrored field by field in vllm_exl3/cuda/prefill_arguments.py.
+// Launch arguments of the prefill kernels and of gemm.cu, and how work is partitioned. The host reads the declarations (cuda/declarations.py).
 //
 // A tile is one Hadamard block (128 output channels) × INSTANCE_TOKENS tokens; the blocks of a cluster take neighbouring
 // Hadamard blocks of the same tokens, so that one copy brings the activations to all of them. A k block is 64 input channels.

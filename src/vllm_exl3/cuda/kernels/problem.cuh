@@ -1,4 +1,4 @@
-// Launch arguments of the wide kernel, and how its work is partitioned: mirrored field by field in vllm_exl3/cuda/geometry.py.
+// Launch arguments of the wide kernel, and how its work is partitioned. The host reads the declarations (cuda/declarations.py).
 //
 // Work is a list of k blocks. A k block is 64 input channels × one n tile of output channels; k blocks of one n tile lie together with k
 // rising, n tiles of one shard together. An n tile is one or two Hadamard blocks (128 channels). The list is cut into contiguous
