@@ -15,7 +15,7 @@ from gpu_linear_checks import KINDS, Checks, exact, sample_of_kinds
 
 from vllm_exl3.cuda import gemm, linear, runtime
 from vllm_exl3.cuda.binding import bind
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, GemmPartition, gemm_instance, plan_gemm
+from vllm_exl3.cuda.gemm_plan import FEW_TOKENS, GEMM_TILES, INT8_GEMM_TILES, GemmPartition, gemm_instance, plan_gemm
 from vllm_exl3.cuda.geometry import round_up
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
 from vllm_exl3.cuda.prefill_input import ROTATE_FEW, TRANSFORM
@@ -209,19 +209,21 @@ def check_cuts(checks: Checks, seed: int) -> None:
 
 
 def check_batches(checks: Checks, seed: int) -> None:
-    """The same bits for a row alone and in every batch, in layers with each kind of cut."""
+    """The same bits for a row alone and in every batch on its side of `FEW_TOKENS`, in layers with each kind of cut."""
     prepare([[ONE]], GEMM_TILES)
-    for shape in ((4096, 4096), (4096, 14336), (3968, 1152)):
+    for shape in ((4096, 4096), (4096, 14336), (3968, 1152), (4096, 28672)):
         shard = Shard(*ONE, *shape, 0, shape[1])
         tensors = random_weights(shard, seed)
         x = torch.randn(128, shape[0], device="cuda").half()
-        whole = run(checks, f"{shape}", x, tensors, None, (shard,))
-        checks.compare(f"{shape}", "batches", whole, exact(x, shard, *tensors), LIMITS[torch.float16])
+        most = {rows: run(checks, f"{shape}", x[:rows], tensors, None, (shard,)) for rows in (FEW_TOKENS, 128)}
+        checks.compare(f"{shape}", "batches", most[128], exact(x, shard, *tensors), LIMITS[torch.float16])
+        checks.compare(f"{shape}", "batches", most[FEW_TOKENS], most[128][:FEW_TOKENS], LIMITS[torch.float16])
         for rows in (*range(1, 65), *range(65, 128, 5)):
+            whole = most[FEW_TOKENS if rows <= FEW_TOKENS else 128]
             checks.same(f"{shape} M={rows}", run(checks, f"{shape}", x[:rows], tensors, None, (shard,)), whole[:rows])
-        for row in (1, 7, 40, 127):
+        for row in (1, 7, 40, FEW_TOKENS - 1):
             found = run(checks, f"{shape} row {row}", x[row : row + 1], tensors, None, (shard,))
-            checks.same(f"{shape} row {row}", found, whole[row : row + 1])
+            checks.same(f"{shape} row {row}", found, most[FEW_TOKENS][row : row + 1])
 
 
 def check_layers(checks: Checks, seed: int) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_exl3.cuda import compiler, gemm, gemm_plan
 from vllm_exl3.cuda.compiler import CompileError, Instance, compile_instance, compiler_unavailable
 from vllm_exl3.cuda.gemm_plan import (
+    FEW_TOKENS,
     GEMM_TILES,
     INT8_GEMM_TILES,
     MOST_OF_TWO_KINDS,
@@ -41,7 +42,7 @@ def _layer(kinds: list[tuple[int, int]], shapes: list[tuple[int, int]], in_block
 
 
 def _work_tiles(arguments: PrefillArgs) -> list[list[tuple[int, int, int]]]:
-    """(n tile, first k block, end) of every thread block's work tiles, in the order of GemmScheduler."""
+    """(n tile, first k block, end) of every thread block's work tiles, as the kernel's GemmWorkTile gives them."""
     depth = arguments.in_features // 128
     begins = [r * arguments.range_k_blocks + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
     walks = []
@@ -57,7 +58,7 @@ def _work_tiles(arguments: PrefillArgs) -> list[list[tuple[int, int, int]]]:
 
 
 def _partials(plan: GemmPlan) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes of the scratch's partial sums, and the (begin, end) of each, as ``partial_of`` of the kernel gives it."""
+    """Bytes of the scratch's partial sums, and the (begin, end) of each, as ``partial_tile`` of the kernel gives it."""
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     depth, size = arguments.in_features // 128, 4 * arguments.tile_rows * 128
     begins = [r * arguments.range_k_blocks + min(r, arguments.longer_ranges) for r in range(arguments.ranges)]
@@ -166,15 +167,17 @@ def test_every_rate_has_a_ring_of_two_units(tile: int, int8: bool) -> None:
             assert arguments.tile_rows == tile
 
 
-@given(st.integers(1, 600), st.integers(1, 240), _GPUS)
-def test_cuts_fill_the_gpu_and_are_not_modelled_slower_than_others(n_tiles: int, depth: int, limits: GpuLimits) -> None:
-    partition = choose_partition(n_tiles, depth, limits)
+@given(st.integers(1, 600), st.integers(1, 240), _GPUS, st.booleans())
+def test_cuts_fill_the_gpu_and_are_not_modelled_slower_than_others(
+    n_tiles: int, depth: int, limits: GpuLimits, many: bool
+) -> None:
+    partition = choose_partition(n_tiles, depth, limits, many=many)
     assert 1 <= partition.blocks <= min(limits.multiprocessors, n_tiles * depth)
     if partition.split_k:
         assert (
             partition.blocks % n_tiles == 0
             and depth % (partition.blocks // n_tiles) == 0
-            and partition.blocks > n_tiles
+            and partition.blocks >= n_tiles
         )
     else:
         assert partition.blocks == min(limits.multiprocessors, n_tiles * depth, 32 * n_tiles)
@@ -182,17 +185,34 @@ def test_cuts_fill_the_gpu_and_are_not_modelled_slower_than_others(n_tiles: int,
 
 @settings(max_examples=60, deadline=None)
 @given(_KINDS, _SHARDS, st.integers(1, 60), _GPUS)
-def test_the_number_of_tokens_does_not_enter_a_cut(
+def test_tokens_on_one_side_of_few_do_not_enter_a_cut(
     kinds: list[tuple[int, int]], shapes: list[tuple[int, int]], in_blocks: int, limits: GpuLimits
 ) -> None:
     """The order of sums has to be the same for every batch."""
-    found = set()
-    for rows, int8 in ((1, False), (9, False), (33, True), (64, False), (97, False), (128, True)):
+    found: dict[bool, set[tuple[int, ...]]] = {False: set(), True: set()}
+    for rows, int8 in (
+        (1, False),
+        (9, False),
+        (33, True),
+        (48, False),
+        (49, False),
+        (64, True),
+        (97, False),
+        (128, True),
+    ):
         some, few = _allowed(kinds, shapes, rows, int8)
         plan = plan_gemm(_layer(some, shapes, in_blocks), few, 128 * in_blocks, limits, int8=int8)
-        told = PrefillArgs.from_buffer_copy(plan.arguments)
-        found.add((plan.grid, told.ranges, told.range_k_blocks, told.longer_ranges, told.split_k, told.n_tiles))
-    assert len(found) == 1
+        passed = PrefillArgs.from_buffer_copy(plan.arguments)
+        partition = (
+            plan.grid,
+            passed.ranges,
+            passed.range_k_blocks,
+            passed.longer_ranges,
+            passed.split_k,
+            passed.n_tiles,
+        )
+        found[few > FEW_TOKENS].add(partition)
+    assert len(found[False]) == 1 and len(found[True]) <= 1
 
 
 def test_shards_are_told_in_order() -> None:

@@ -26,6 +26,7 @@ from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = [
+    "FEW_TOKENS",
     "GEMM_TILES",
     "INT8_GEMM_TILES",
     "MOST_OF_TWO_KINDS",
@@ -46,7 +47,7 @@ _BLOCK_N, _BLOCK_K, _K_TILES, _ROW_PAD, _BARRIERS, _THREADS = (
 )
 _MOST_STAGES, _MOST_KINDS = 12, 2
 _MOST_SPLITS = 64
-"""Splits of an n tile: more only add reading, and the pipeline must hold a token of all others' partial sums."""
+"""Splits of an n tile: more only add reading."""
 
 _BESIDE = 1536
 """Bytes of shared memory left for a block of gemm_rotate.cu."""
@@ -56,10 +57,29 @@ MOST_OF_TWO_KINDS = 64
 
 _MOST_INT8_HALF_BITS = 8  # of ops/int8.py, which imports torch
 
-_K_BLOCK_US, _SPLIT_END_US, _LIST_END_US, _SPLIT_US = 0.96, 5.0, 3.5, 2.5
-"""Microseconds of a k block of 128 × 256 weights on a multiprocessor; of the end of an equal part; of the ends of a
-range of the list, and for each part of an n tile: measured on an H200 with 32 tokens. The number of tokens must not
-enter a partition, which decides the order of sums."""
+FEW_TOKENS = 48
+"""Tokens up to which a layer has one partition; more may have another. It decides the order of sums, so a row's bits
+are the same in every batch on the same side of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Microseconds on an H200, for the times of seven layers of mul1 at K = 4 (docs/kernels-gpu.md).
+
+    Attributes:
+        k_block: of 128 × 256 weights on a multiprocessor.
+        split_end: of what follows the products of a range under split-K.
+        stream_end: the same under stream-K.
+        partial: of each range's partial sums of an n tile under stream-K.
+    """
+
+    k_block: float
+    split_end: float
+    stream_end: float
+    partial: float
+
+
+_FEW, _MANY = _Costs(0.93, 5.0, 7.6, 0.15), _Costs(1.25, 5.0, 11.0, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +97,24 @@ class GemmPartition:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_partition(n_tiles: int, depth: int, limits: GpuLimits) -> GemmPartition:
+def choose_partition(n_tiles: int, depth: int, limits: GpuLimits, *, many: bool = False) -> GemmPartition:
     """The partition of least modelled time.
 
     Args:
-        n tiles: of all shards.
+        n_tiles: of all shards.
         depth: k blocks of an n tile.
         limits: the GPU.
+        many: for more than `FEW_TOKENS` tokens, whose partial sums take longer to bring together.
     """
+    costs = _MANY if many else _FEW
     blocks = min(limits.multiprocessors, n_tiles * depth)
     blocks = min(blocks, n_tiles * _MOST_SPLITS // 2)
     longest = -(-n_tiles * depth // blocks)
-    list_us = longest * _K_BLOCK_US + _LIST_END_US + _SPLIT_US * -(-depth // longest)
-    choices = [(list_us, GemmPartition(blocks, False))]
-    for splits in range(2, min(limits.multiprocessors // n_tiles, depth, _MOST_SPLITS) + 1):
+    stream_us = longest * costs.k_block + costs.stream_end + costs.partial * -(-depth // longest)
+    choices = [(stream_us, GemmPartition(blocks, False))]
+    for splits in range(1, min(limits.multiprocessors // n_tiles, depth, _MOST_SPLITS) + 1):
         if depth % splits == 0:
-            choices.append((depth // splits * _K_BLOCK_US + _SPLIT_END_US, GemmPartition(n_tiles * splits, True)))
+            choices.append((depth // splits * costs.k_block + costs.split_end, GemmPartition(n_tiles * splits, True)))
     return min(choices, key=lambda choice: choice[0])[1]
 
 
@@ -190,7 +212,7 @@ def plan_gemm(
     depth = in_features // _BLOCK_K
     arguments = PrefillArgs()
     place_shards(arguments, shards, kinds, _BLOCK_N, complements=not int8)
-    partition = partition or choose_partition(arguments.n_tiles, depth, limits)
+    partition = partition or choose_partition(arguments.n_tiles, depth, limits, many=rows > FEW_TOKENS)
     _check_partition(partition, arguments.n_tiles, depth)
     range_k_blocks, longer_ranges = divmod(arguments.n_tiles * depth, partition.blocks)
 

@@ -38,7 +38,7 @@ def place_shards(
         arguments: of the launch.
         shards: of one fused linear.
         kinds: (half_bits, codebook) of its kernel's instance.
-        n tile: output channels of an n tile.
+        n_tile: output channels of an n tile.
         complements: whether activations of mul1 shards are stored for byte sums (codebook.cuh).
     """
     n_tiles = column = 0

@@ -105,7 +105,7 @@ class _Kernel:
 
     Attributes:
         source: its file, without the ending; the entry is called the same.
-        n tile: Hadamard blocks of an n tile.
+        n_tile: Hadamard blocks of an n tile.
         pairs: of them, those of one thread block; the others are in other blocks of its cluster.
         producers: threads that copy and do not multiply.
         stages: k blocks that the ring holds at most.

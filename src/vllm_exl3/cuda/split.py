@@ -21,7 +21,7 @@ def split(n_tiles: int, depths: frozenset[int], limits: GpuLimits) -> int:
     sums, so nothing else may enter it.
 
     Args:
-        n tiles: n tiles of all shards.
+        n_tiles: n tiles of all shards.
         depths: the shards' k blocks of k.
         limits: the GPU.
     """

@@ -9,7 +9,7 @@
 
 constexpr u32 GEMM_BLOCK_N = 2 * HADAMARD_SIZE, GEMM_BLOCK_K = 2 * BLOCK_K;
 
-// The k blocks [begin, end) of an n tile's k that a thread block multiplies, from a k block of its range on.
+// The k blocks [begin, end) of an n tile's k that a thread block multiplies.
 struct GemmWorkTile {
     u32 shard, n_tile;  // the n tile counts from the shard's first
     u32 index;         // of the n tile in the launch
@@ -17,6 +17,7 @@ struct GemmWorkTile {
     bool complete;     // all of the n tile's k blocks
     bool last;         // the range ends with them
 
+    // From `k_block` of the block's range on.
     __device__ __forceinline__ GemmWorkTile(const PrefillArgs& args, u32 k_block) {
         const u32 depth = args.in_features / GEMM_BLOCK_K, range_end = prefill_range_begin(args, blockIdx.x + 1);
         index = k_block / depth;
