@@ -17,15 +17,15 @@ from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard
 from vllm_exl3.ops.activation import ACTIVATIONS
 
 STRUCTURES = {
-    "linear_wide.cuh": (ShardArgs, LinearArgs),
-    "narrow.cuh": (NarrowShard, NarrowArgs),
-    "gemm.cuh": (PrefillShard, PrefillArgs),
-    "moe_cluster.cuh": (MoeStage, MoeArgs),
-    "kv_merge.cuh": (KvDecodeArgs, KvMergeArgs),
-    "embedding.cu": (EmbeddingArgs,),
-    "prefill_rotate.cu": (),
-    "moe_combine_rows.cu": (),
-    "transform.cu": (),
+    "wide/wide.cuh": (ShardArgs, LinearArgs),
+    "narrow/narrow.cuh": (NarrowShard, NarrowArgs),
+    "gemm/gemm.cuh": (PrefillShard, PrefillArgs),
+    "moe/cluster.cuh": (MoeStage, MoeArgs),
+    "kv/merge.cuh": (KvDecodeArgs, KvMergeArgs),
+    "decode/embedding.cu": (EmbeddingArgs,),
+    "prefill/rotate.cu": (),
+    "moe/combine_rows.cu": (),
+    "wide/transform.cu": (),
 }
 """Of files that between them include most others: those whose layout is compared."""
 
@@ -46,7 +46,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("file", STRUCTURES)
 def test_structures_and_constants_are_the_compilers(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [*(f"#define INSTANCE_{name} {value}" for name, value in MACROS.items())]
-    if file == "prefill_rotate.cu":
+    if file == "prefill/rotate.cu":
         lines += ["#define ROTATE_WARPS 8", "#define ROTATE_BLOCKS 2"]
     lines.append(f'#include "{file}"')
     for structure in STRUCTURES[file]:

@@ -143,7 +143,7 @@ def test_every_unit_is_multiplied_once_and_has_room(
     begins = [*sorted(at.values()), plan.scratch]
     assert set(at) == {*sizes, "partials"} and all(begin % 256 == 0 for begin in begins)
     assert all(begins[begins.index(at[name]) + 1] - at[name] >= size for name, size in sizes.items())
-    # Shared memory: as gemm.cuh lays it out.
+    # Shared memory: as gemm/gemm.cuh lays it out.
     assert plan.shared <= limits.shared_memory and 2 <= arguments.stages <= 12
     assert 24 + 2 * 8 * arguments.stages <= 256, "barriers in the words before the offsets"
     widest = max(half_bits for half_bits, _ in kinds if any(s.half_bits == half_bits for s in layer))
@@ -305,15 +305,15 @@ def test_few_rows_have_a_cluster_each(rows: int, in_blocks: int, int8: bool) -> 
 def test_inputs_too_wide_for_a_cluster_are_rotated_by_another_kernel() -> None:
     width = MOST_FEW_IN + 128
     plan = plan_gemm((replace(_ONE, in_features=width),), 64, width, H200)
-    assert plan.transform.instance.source == "prefill_transform.cu"
-    assert plan_gemm((_ONE,), 64, 1024, H200).transform.instance.source == "gemm_rotate.cu"
+    assert plan.transform.instance.source == "prefill/transform.cu"
+    assert plan_gemm((_ONE,), 64, 1024, H200).transform.instance.source == "gemm/rotate.cu"
 
 
 @pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
 def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host reckons with of shared memory is what the kernel takes."""
     lines = [
-        '#include "gemm.cuh"',
+        '#include "gemm/gemm.cuh"',
         f"static_assert(GEMM_BARRIER_BYTES >= 24 + 16 * {gemm_plan._MOST_STAGES});",
     ]
     for tile in {*GEMM_TILES, *INT8_GEMM_TILES}:

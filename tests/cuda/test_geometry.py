@@ -35,7 +35,7 @@ def _arguments(plan: LinearPlan) -> NarrowArgs:
 
 
 def _ranges(plan: LinearPlan) -> list[tuple[int, int]]:
-    """Every block's k blocks, as narrow_problem.cuh partitions them."""
+    """Every block's k blocks, as narrow/arguments.cuh partitions them."""
     arguments, found = _arguments(plan), []
     for block in range(plan.grid[0]):
         if arguments.splits:
@@ -103,7 +103,7 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
 
 
 def _block_of_item(arguments: NarrowArgs, k_block: int) -> int:
-    """As narrow_problem.cuh finds it where the whole list is cut."""
+    """As narrow/arguments.cuh finds it where the whole list is cut."""
     longer = arguments.longer_ranges * (arguments.range_k_blocks + 1)
     if k_block < longer:
         return k_block // (arguments.range_k_blocks + 1)

@@ -32,9 +32,9 @@ def tolerated(instance: Instance) -> int:
     mma.sync, for GPUs without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a few for a
     second block.
     """
-    if instance.source == "moe_cluster.cu":
+    if instance.source == "moe/cluster.cu":
         return 176 if dict(instance.macros)["INSTANCE_KINDS"].count("Kind<") > 1 else 0
-    return {"moe_wide.cu": 384, "moe_gemm.cu": 96, "moe_group_rows.cu": 160}.get(instance.source, 0)
+    return {"moe/wide.cu": 384, "moe/gemm.cu": 96, "moe/group_rows.cu": 160}.get(instance.source, 0)
 
 
 def check(wanted: list[Instance], architecture: str) -> None:

@@ -115,7 +115,7 @@ def test_swiglu_without_biases_has_a_transform_of_its_own(intermediate: int) -> 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 5000, 8192])
 def test_the_weighted_sum_has_warps_for_every_token(tokens: int) -> None:
-    """As moe_combine_rows.cu shares them out: whole parts of every token, and no more than 128-blocks."""
+    """As moe/combine_rows.cu shares them out: whole parts of every token, and no more than 128-blocks."""
     made = plan_moe(layer(), tokens, MoeForm(False, 64), 32, H200)
     combine, blocks = launch(made, COMBINE_ROWS), made.stages[1]["out_features"] // 128
     warps = combine.grid[0] * combine.threads // 32
@@ -145,7 +145,7 @@ def test_precompiling_knows_what_a_packs_experts_mix() -> None:
         assert all(set(instances(shape, H200)) <= set(wanted) for shape in shapes)
         assert GROUP_ROWS[1] in wanted
         assert not any(
-            instance.source in ("moe_wide.cu", "moe_cluster.cu")
+            instance.source in ("moe/wide.cu", "moe/cluster.cu")
             for instance in expert_instances(codes, typical_limits("sm_80"))
         )
 
@@ -196,7 +196,7 @@ def test_a_gpu_that_holds_no_cluster_is_named_while_loading() -> None:
 def test_no_sum_overflows_what_it_is_stored_as(architecture: str) -> None:
     """Sums are fp16 between the kernels: the largest that any weights and inputs can make, of the widest rows.
 
-    Before the transform no channel exceeds 2^7.5 (of moe_finish.cuh), so a 128-block's magnitudes behind it add up to
+    Before the transform no channel exceeds 2^7.5 (of moe/epilogue.cuh), so a 128-block's magnitudes behind it add up to
     128·2^7.5 at most.
     """
     limits, widest = typical_limits(architecture), 0
@@ -206,7 +206,7 @@ def test_no_sum_overflows_what_it_is_stored_as(architecture: str) -> None:
         except ValueError:
             break
         widest = width
-    scale = re.search(r"STORED_SCALE = (0x1p-\d+)f", kernel_sources()["moe_finish.cuh"])
+    scale = re.search(r"STORED_SCALE = (0x1p-\d+)f", kernel_sources()["moe/epilogue.cuh"])
     assert scale is not None
     largest = max(float(abs(codebook_table(codebook).astype(float)).max()) for codebook in Codebook)
     assert 16_384 < widest < 1 << 19

@@ -59,8 +59,8 @@ def _inlined(name: str, seen: set[str]) -> str:
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prefill")
     seen: set[str] = set()
-    (folder / "transform.h").write_text(_inlined("prefill_transform.cu", seen))
-    (folder / "finish.h").write_text(_inlined("prefill_finish.cu", seen))
+    (folder / "transform.h").write_text(_inlined("prefill/transform.cu", seen))
+    (folder / "finish.h").write_text(_inlined("prefill/reduce.cu", seen))
     source, target = Path(__file__).parent / "prefill_host.cpp", folder / "prefill"
     subprocess.run(
         [

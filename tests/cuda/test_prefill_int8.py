@@ -161,11 +161,12 @@ def test_the_report_says_what_is_served() -> None:
 
     small, large = Shard(8, 2, 4096, 1024, 0, 1024), Shard(8, 2, 4096, 14336, 0, 14336)
     coarse = Shard(12, 2, 4096, 14336, 0, 14336)
-    layers = [tuple(pack_shards(layer)) for layer in ((small,), (large, small), (coarse,))]
+    tiny = Shard(8, 2, 1024, 1024, 0, 1024)
+    layers = [tuple(pack_shards(layer)) for layer in ((tiny,), (large, small), (coarse,))]
     too_coarse = "1 in default arithmetic: int8 is too coarse for more than 4 bits"
     assert summary(layers, H200) == [
         f"fast, int8 from {prefill_int8.LEAST_ROWS} tokens on: 2 of 3 linears; {too_coarse}",
-        "fast, int8 for 17 to 128 tokens: 1 of 3 linears; "
+        "fast, int8 for 9 to 128 tokens: 1 of 3 linears; "
         f"1 in default arithmetic: the layer is too small to gain; {too_coarse}",
         f"fast, int8 for 5 to 8 tokens: 2 of 3 linears; {too_coarse}",
     ]

@@ -43,15 +43,15 @@ __all__ = [
 
 
 class KvDecodeArgs(ctypes.Structure):
-    """``KvDecodeArgs`` of kv_decode_problem.cuh."""
+    """``KvDecodeArgs`` of kv/arguments.cuh."""
 
-    _fields_ = members("kv_decode_problem.cuh", "KvDecodeArgs")
+    _fields_ = members("kv/arguments.cuh", "KvDecodeArgs")
 
 
 class KvMergeArgs(ctypes.Structure):
-    """``KvMergeArgs`` of kv_merge.cuh."""
+    """``KvMergeArgs`` of kv/merge.cuh."""
 
-    _fields_ = members("kv_merge.cuh", "KvMergeArgs", KvDecodeArgs)
+    _fields_ = members("kv/merge.cuh", "KvMergeArgs", KvDecodeArgs)
 
 
 @functools.cache

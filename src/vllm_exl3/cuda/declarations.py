@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from vllm_exl3.cuda.compiler import kernel_sources
+from vllm_exl3.cuda.compiler import INCLUDE, kernel_sources
 
 __all__ = ["constants", "enumerators", "members"]
 
@@ -28,7 +28,6 @@ _TYPES: dict[str, Any] = {
 }
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _MEMBER = re.compile(r"(?:const )?(?P<type>\w+)(?P<pointer>\*?) (?P<names>.+)", re.DOTALL)
 _CONSTANT = re.compile(r"^constexpr (?:u32|int) (?P<list>\w+ = [^;]+);", re.MULTILINE)
 
@@ -43,7 +42,7 @@ def members(file: str, name: str, *nested: type[ctypes.Structure]) -> list[tuple
     """``_fields_`` of a structure that a kernel takes as it is declared.
 
     Args:
-        file: of the declaration, such as ``moe_problem.cuh``.
+        file: of the declaration, such as ``moe/arguments.cuh``.
         name: the structure's.
         nested: the ctypes structures of its members that are structures, under the names that they have there.
 
@@ -70,7 +69,7 @@ def members(file: str, name: str, *nested: type[ctypes.Structure]) -> list[tuple
 def constants(file: str) -> dict[str, int]:
     """Integral constants that a header of the kernels declares at namespace scope, those of its includes among them."""
     found: dict[str, int] = {}
-    for included in _INCLUDE.findall(_text(file)):
+    for included in INCLUDE.findall(_text(file)):
         found |= constants(included)
     for declaration in _CONSTANT.finditer(_text(file)):
         for item in re.split(r",\s*(?=\w+ = )", declaration["list"]):

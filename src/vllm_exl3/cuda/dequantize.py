@@ -16,14 +16,14 @@ from vllm_exl3.pack.stored import BLOCK, TILE
 
 __all__ = ["decode_columns", "dequantize", "dequantize_instance"]
 
-_THREADS = constants("dequantize.cu")["DEQUANTIZE_THREADS"]
+_THREADS = constants("decode/dequantize.cu")["DEQUANTIZE_THREADS"]
 _SHARED = BLOCK * (BLOCK + 1) * 4
 
 
 def dequantize_instance(shard: Shard) -> Instance:
     """The kernel that decodes a shard to dense weights."""
     macros = (("INSTANCE_HALF_BITS", str(shard.half_bits)), ("INSTANCE_CODEBOOK", str(shard.codebook)))
-    return Instance("dequantize.cu", "exl3_dequantize", macros)
+    return Instance("decode/dequantize.cu", "exl3_dequantize", macros)
 
 
 def dequantize(

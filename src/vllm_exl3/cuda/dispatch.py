@@ -104,7 +104,7 @@ def prefill_from(architecture: str, *, fills: bool) -> int:
 
 
 def gemm_rows(architecture: str, kinds: Collection[tuple[int, int]], units: float, *, int8: bool = False) -> range:
-    """The numbers of tokens that the GEMM kernel (gemm.cu) serves; empty where it serves none.
+    """The numbers of tokens that the GEMM kernel (gemm/gemm.cu) serves; empty where it serves none.
 
     Args:
         architecture: NVRTC's name of the GPU.

@@ -18,7 +18,7 @@ from vllm_exl3.pack.assemble import RING_GROUP, RING_NGRAM
 
 __all__ = ["EmbeddingArgs", "embedding", "every_instance", "instance_for", "ngram", "ngram_instance", "pack_instances"]
 
-_THREADS = constants("embedding.cu")["EMBEDDING_THREADS"]
+_THREADS = constants("decode/embedding.cu")["EMBEDDING_THREADS"]
 _WARPS = _THREADS // 32
 _INT8, _INT4, _CODED, _NGRAM = range(4)
 """``Kind`` of kernels/embedding.cu."""
@@ -28,14 +28,14 @@ _VECTOR = 8
 
 
 class EmbeddingArgs(ctypes.Structure):
-    """``EmbeddingArgs`` of embedding.cu."""
+    """``EmbeddingArgs`` of decode/embedding.cu."""
 
-    _fields_ = members("embedding.cu", "EmbeddingArgs")
+    _fields_ = members("decode/embedding.cu", "EmbeddingArgs")
 
 
 def _instance(kind: int, detail: int) -> Instance:
     name = "INSTANCE_VECTOR" if kind in (_INT8, _INT4) else "INSTANCE_BITS"
-    return Instance("embedding.cu", "exl3_embedding", (("INSTANCE_KIND", str(kind)), (name, str(detail))))
+    return Instance("decode/embedding.cu", "exl3_embedding", (("INSTANCE_KIND", str(kind)), (name, str(detail))))
 
 
 def instance_for(table: torch.Tensor, groups: int, width: int) -> Instance:

@@ -41,7 +41,7 @@ __all__ = [
 GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128), (16, 24, 32, 48, 64, 96, 128)
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
-_DEVICE = constants("gemm.cuh")
+_DEVICE = constants("gemm/gemm.cuh")
 _BLOCK_N, _BLOCK_K, _K_TILES, _ROW_PAD, _BARRIERS, _THREADS = (
     _DEVICE[f"GEMM_{name}"] for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "ROW_PAD", "BARRIER_BYTES", "BLOCK_THREADS")
 )
@@ -50,7 +50,7 @@ _MOST_SPLITS = 64
 """Splits of an n tile: more only add reading."""
 
 _BESIDE = 1536
-"""Bytes of shared memory left for a block of gemm_rotate.cu."""
+"""Bytes of shared memory left for a block of gemm/rotate.cu."""
 
 MOST_OF_TWO_KINDS = 64
 """Tokens up to which registers hold what shards of two kinds need."""
@@ -142,7 +142,7 @@ def gemm_instance(tokens: int, kinds: Sequence[tuple[int, int]], *, int8: bool =
     """The kernel for ``tokens`` tokens and shards of (half_bits, codebook) pairs."""
     arithmetic = int(Arithmetic.BYTE if int8 else Arithmetic.HALF)
     listed = ", ".join(f"GemmKind<{half_bits}, {codebook}, {arithmetic}>" for half_bits, codebook in kinds)
-    return Instance("gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+    return Instance("gemm/gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
 
 
 def _tile(rows: int, kinds: int, int8: bool) -> int:
@@ -175,7 +175,7 @@ def _check_partition(partition: GemmPartition, n_tiles: int, depth: int) -> None
 
 
 def _staging(tokens: int) -> int:
-    """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm_epilogue.cuh."""
+    """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm/epilogue.cuh."""
     staged = tokens // 4 if tokens > 112 else tokens // 2 if tokens > 80 else tokens
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * staged * (BLOCK + 4)
 

@@ -35,10 +35,10 @@ __all__ = [
     "shard_offsets",
 ]
 
-MAX_SHARDS = constants("problem.cuh")["MAX_SHARDS"]
+MAX_SHARDS = constants("wide/arguments.cuh")["MAX_SHARDS"]
 """Shards that one launch serves."""
 
-BLOCK_K, HALF_TILES, ROW_PAD = map(constants("pipeline.cuh").__getitem__, ("BLOCK_K", "HALF_TILES", "ROW_PAD"))
+BLOCK_K, HALF_TILES, ROW_PAD = map(constants("wide/cursor.cuh").__getitem__, ("BLOCK_K", "HALF_TILES", "ROW_PAD"))
 """Input channels of a k block, tile columns of half of one, bytes after each row of weights in shared memory."""
 
 _NARROW, _SCRATCH_ALIGN = 16, 256
@@ -136,17 +136,17 @@ def _capability(architecture: str) -> int:
 
 
 class ShardArgs(ctypes.Structure):
-    """``ShardArgs`` of problem.cuh."""
+    """``ShardArgs`` of wide/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("problem.cuh", "ShardArgs")
+    _fields_ = members("wide/arguments.cuh", "ShardArgs")
 
 
 class LinearArgs(ctypes.Structure):
-    """``LinearArgs`` of problem.cuh."""
+    """``LinearArgs`` of wide/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("problem.cuh", "LinearArgs", ShardArgs)
+    _fields_ = members("wide/arguments.cuh", "LinearArgs", ShardArgs)
 
 
 @dataclass(frozen=True, slots=True)

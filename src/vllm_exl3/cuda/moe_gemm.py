@@ -16,7 +16,7 @@ _WIDE_BLOCKS = {32: 4, 64: 3, 128: 1, 256: 1}
 _MANY_KINDS, FEW_KINDS = 7, 3
 """Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for a few."""
 
-_DEVICE = constants("moe_cluster.cuh")
+_DEVICE = constants("moe/cluster.cuh")
 _NARROW_THREADS, _GROUP_ROWS = 256, _DEVICE["GROUP_ROWS"]
 """Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
 
@@ -96,19 +96,19 @@ def gemm_instance(codes: Codes, form: MoeForm, *, alone: bool = False) -> Instan
             ("INSTANCE_KINDS", kinds),
         )
         if form.cluster > 1:
-            return Instance("moe_cluster.cu", "exl3_moe_cluster", (("INSTANCE_CLUSTER", str(form.cluster)), *macros))
+            return Instance("moe/cluster.cu", "exl3_moe_cluster", (("INSTANCE_CLUSTER", str(form.cluster)), *macros))
         held = (
             ("INSTANCE_BLOCKS", str(_wide_blocks(codes, form))),
             ("INSTANCE_K_BLOCKS", str(_pipeline(codes, form)[0])),
         )
-        return Instance("moe_wide.cu", "exl3_moe_wide", (*held, *macros))
+        return Instance("moe/wide.cu", "exl3_moe_wide", (*held, *macros))
     macros = (
         ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
         ("INSTANCE_WARPS", "16" if alone else "8"),
         ("INSTANCE_BLOCKS", "1" if alone else str(narrow_blocks(codes, form))),
         ("INSTANCE_KINDS", kinds),
     )
-    return Instance("moe_gemm.cu", "exl3_moe_gemm", macros)
+    return Instance("moe/gemm.cu", "exl3_moe_gemm", macros)
 
 
 def _columns(form: MoeForm, kinds: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["ACTIVATION_KINDS", "NARROW", "Layer", "MoeArgs", "MoeForm", "MoeStage"]
 
-ACTIVATION_KINDS = tuple(name.lower() for name in enumerators("moe_activation.cuh", "ActivationKind"))
+ACTIVATION_KINDS = tuple(name.lower() for name in enumerators("moe/activation.cuh", "ActivationKind"))
 """Activations, each in the place of its number."""
 
 NARROW = 16
@@ -19,17 +19,17 @@ NARROW = 16
 
 
 class MoeStage(ctypes.Structure):
-    """``MoeStage`` of moe_problem.cuh."""
+    """``MoeStage`` of moe/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("moe_problem.cuh", "MoeStage")
+    _fields_ = members("moe/arguments.cuh", "MoeStage")
 
 
 class MoeArgs(ctypes.Structure):
-    """``MoeArgs`` of moe_problem.cuh."""
+    """``MoeArgs`` of moe/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("moe_problem.cuh", "MoeArgs", MoeStage)
+    _fields_ = members("moe/arguments.cuh", "MoeArgs", MoeStage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class MoeForm:
 
     @property
     def cluster(self) -> int:
-        """Thread blocks of the warpgroup kernel that share activations: more than one in moe_cluster.cuh."""
+        """Thread blocks of the warpgroup kernel that share activations: more than one in moe/cluster.cuh."""
         return 2 if self.tile_rows > 64 else 1
 
     @property

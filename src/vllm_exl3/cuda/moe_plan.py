@@ -25,36 +25,36 @@ __all__ = [
     "plan_moe",
 ]
 
-ROWS = Instance("moe_rows.cu", "exl3_moe_rows")
+ROWS = Instance("moe/rows.cu", "exl3_moe_rows")
 GROUP_ROWS = tuple(
-    Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", str(stage)),)) for stage in range(2)
+    Instance("moe/group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", str(stage)),)) for stage in range(2)
 )
 """The input transforms where rows are grouped, of both stages."""
 
-SWIGLU_ROWS = Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", "2"),))
+SWIGLU_ROWS = Instance("moe/group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", "2"),))
 """The second stage's of experts with SwiGLU and without biases."""
 
-COUNT = Instance("moe_route.cu", "exl3_moe_count")
-ROUTE = Instance("moe_route.cu", "exl3_moe_route")
-SCHEDULE = Instance("moe_turns.cu", "exl3_moe_schedule")
+COUNT = Instance("moe/route.cu", "exl3_moe_count")
+ROUTE = Instance("moe/route.cu", "exl3_moe_route")
+SCHEDULE = Instance("moe/schedule.cu", "exl3_moe_schedule")
 """The order of work where rows are grouped and kinds mix."""
 
-COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
-COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
+COMBINE = Instance("moe/combine.cu", "exl3_moe_combine")
+COMBINE_ROWS = Instance("moe/combine_rows.cu", "exl3_moe_combine_rows")
 """The weighted sum where rows are grouped."""
 
-_ROW_THREADS = constants("moe_rows.cuh")["ROW_THREADS"]
-_SCHEDULE_THREADS = constants("moe_turns.cu")["SCHEDULE_THREADS"]
-_COMBINE_ROWS_THREADS = constants("moe_combine_rows.cu")["COMBINE_ROWS_THREADS"]
+_ROW_THREADS = constants("moe/rows.cuh")["ROW_THREADS"]
+_SCHEDULE_THREADS = constants("moe/schedule.cu")["SCHEDULE_THREADS"]
+_COMBINE_ROWS_THREADS = constants("moe/combine_rows.cu")["COMBINE_ROWS_THREADS"]
 
-_COMBINE_THREADS = constants("moe_combine.cu")["COMBINE_THREADS"]
+_COMBINE_THREADS = constants("moe/combine.cu")["COMBINE_THREADS"]
 _COMBINE_CHANNELS = 4 * _COMBINE_THREADS
-"""Channels that a block of moe_combine.cu adds up: four a thread."""
+"""Channels that a block of moe/combine.cu adds up: four a thread."""
 
 _ROUTE_SHARED = 64 << 10
 """Bytes of shared memory that a single sorting block's counts may take: decides its warps."""
 
-_FEW_SHARED = 4 * (2 * constants("moe_route_few.cuh")["FEW_SLOTS"] + 1)
+_FEW_SHARED = 4 * (2 * constants("moe/route_few.cuh")["FEW_SLOTS"] + 1)
 """Bytes of shared memory that sorting few slots takes."""
 
 _ROUTE_SLOTS, _ROUTE_BLOCKS = 1024, 64
@@ -64,19 +64,19 @@ _LARGEST_BLOCKS = 512
 """Blocks that find tokens' largest values, at most."""
 
 _SCALE_BYTES, _KEPT_BYTES = 3 * 2 * BLOCK, 4 * 2 * 32 * 16 + 4 * 16 * 4
-"""Of moe_group_hidden.cuh, of a chunk's 128-block: a warp's room for scales, and what is kept of what was activated."""
+"""Of moe/group_hidden.cuh, of a chunk's 128-block: a warp's room for scales, and what is kept of what was activated."""
 
 _CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOCK)
-"""Of moe_group_inputs.cuh: what is known of a block's next chunks; a warp's two slots for x and suh of a 128-block."""
+"""Of moe/group_inputs.cuh: what is known of a block's next chunks; a warp's two slots for x and suh of a 128-block."""
 
 _EIGHT_BYTES = 4 * 32 * 16 + 2 * 8 * 4
-"""Of moe_group_swiglu.cuh: what eight rows of a 128-block keep."""
+"""Of moe/group_swiglu.cuh: what eight rows of a 128-block keep."""
 
 _HIDDEN_WARPS, _SWIGLU_WARPS = 12, 20
-"""Of moe_group_rows.cuh, RESIDENT_THREADS: warps that a multiprocessor's registers hold of either."""
+"""Of moe/group_rows.cuh, RESIDENT_THREADS: warps that a multiprocessor's registers hold of either."""
 
 _COMBINE_WARPS = 32
-"""Of moe_combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
+"""Of moe/combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _by_slot(
 
 
 def _route_shared(warps: int, experts: int) -> int:
-    """Bytes that route() in moe_route.cuh takes."""
+    """Bytes that route() in moe/route.cuh takes."""
     return 4 * experts * (warps + 4)
 
 

@@ -9,11 +9,11 @@ from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs, MoeForm
 
 __all__ = ["CHUNK_ROWS", "Scratch", "Work", "most_work", "plan_scratch"]
 
-CHUNK_ROWS = constants("moe_problem.cuh")["CHUNK_ROWS"]
+CHUNK_ROWS = constants("moe/arguments.cuh")["CHUNK_ROWS"]
 """Rows that are transformed together where rows are grouped."""
 
 _SUMS_BEYOND = 256
-"""Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""
+"""Rows beyond the last whose sums moe/epilogue.cuh reads, and does not use."""
 
 _LISTS = (
     "sorted_slots",

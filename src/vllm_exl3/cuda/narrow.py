@@ -26,13 +26,13 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["NARROW_32", "NarrowArgs", "NarrowShard", "instances_of", "inverse_of", "plan_narrow", "serves_narrow_32"]
 
-_DEVICE = constants("narrow_finish.cuh")
+_DEVICE = constants("narrow/partials.cuh")
 _WARPS, _THREADS, _ROTATE_THREADS = (_DEVICE[name] for name in ("WARPS", "THREADS", "ROTATE_THREADS"))
 _ROLE_WORDS = _DEVICE["ROLE_WORDS"]
 """Words behind a block's partial sums of an n tile, one of which is its role in the reduction."""
 _MOST_K_BLOCKS, _MOST_DIVIDED = 1 << 21, 1 << 31
 """K blocks, and k blocks times an n tile's, up to which the kernel's divisions are exact (``quotient`` and ``over`` of
-narrow_problem.cuh)."""
+narrow/arguments.cuh)."""
 _ROTATIONS, _ROTATIONS_OF_32 = 16, 14
 """Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it: in tiles
 of up to 16 tokens, and in those of 32, which the wide kernel serves else (docs/kernels-gpu.md)."""
@@ -41,21 +41,21 @@ NARROW_32 = Form(identity=False, tile_rows=32, narrow=True)
 
 
 class NarrowShard(ctypes.Structure):
-    """``NarrowShard`` of narrow_problem.cuh."""
+    """``NarrowShard`` of narrow/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("narrow_problem.cuh", "NarrowShard")
+    _fields_ = members("narrow/arguments.cuh", "NarrowShard")
 
 
 class NarrowArgs(ctypes.Structure):
-    """``NarrowArgs`` of narrow_problem.cuh."""
+    """``NarrowArgs`` of narrow/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("narrow_problem.cuh", "NarrowArgs", NarrowShard)
+    _fields_ = members("narrow/arguments.cuh", "NarrowArgs", NarrowShard)
 
 
 def inverse_of(divisor: int) -> int:
-    """The inverse that ``fast_divide`` of narrow_problem.cuh takes for a divisor."""
+    """The inverse that ``fast_divide`` of narrow/arguments.cuh takes for a divisor."""
     return -(-(1 << 31) // divisor)
 
 
@@ -167,11 +167,11 @@ def _instance(form: Form, kinds: Kinds, columns: int, stages: int, clustered_spl
         ("INSTANCE_STAGES", str(stages)),
         ("INSTANCE_CLUSTER", str(int(clustered_splits))),
     )
-    return Instance("narrow.cu", "exl3_narrow", macros + _macros(form, kinds))
+    return Instance("narrow/narrow.cu", "exl3_narrow", macros + _macros(form, kinds))
 
 
 def _rotation(form: Form, kinds: Kinds) -> Instance:
-    return Instance("narrow_rotate.cu", "exl3_narrow_rotate", _macros(form, kinds))
+    return Instance("narrow/rotate.cu", "exl3_narrow_rotate", _macros(form, kinds))
 
 
 def instances_of(kinds: Kinds, form: Form, limits: GpuLimits) -> list[Instance]:

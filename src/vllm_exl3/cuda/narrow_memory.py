@@ -1,6 +1,6 @@
 """What shared memory holds in the narrow kernel: pipelines of weights, activations, sums on their way in a cluster.
 
-The sizes are those of ``kernels/narrow_record.cuh``, ``narrow_ring.cuh`` and ``narrow_finish.cuh``.
+The sizes are those of ``kernels/narrow_record.cuh``, ``narrow/pipeline.cuh`` and ``narrow/partials.cuh``.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["NARROW", "NarrowMemory", "memory_of", "most_columns", "pipeline_stag
 NARROW = 16
 """Tokens that decoding to fp16 serves at most in a tile, other than in `narrow.NARROW_32`."""
 
-_DEVICE = constants("narrow_problem.cuh")
+_DEVICE = constants("narrow/arguments.cuh")
 _WARPS, _K_TILES, _STATIC_BYTES = _DEVICE["WARPS"], _DEVICE["K_TILES"], 128
 _STAGES, _LEAST_CACHED = (2, 3, 4, 6, 8), 4
 _IN_FLIGHT = 96 << 10
@@ -27,7 +27,7 @@ _TWO_DECODED, _TWO_DECODED_ALONE = (2, 4, 6, 8), (10, 12)
 for which it may where all of a launch's shards are alike."""
 
 _TOKEN_BYTES = {Arithmetic.INTEGER: 1056, Arithmetic.PAIR: 576, Arithmetic.HALF: 320, Arithmetic.BYTE: 576}
-"""``Record::token_bytes`` of narrow_record.cuh, but for wgmma's operands."""
+"""``Record::token_bytes`` of narrow/record.cuh, but for wgmma's operands."""
 
 Kinds = Sequence[tuple[int, int]]
 """(half_bits, codebook) of a launch's shards."""

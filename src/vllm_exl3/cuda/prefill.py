@@ -26,7 +26,7 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["instances", "launch", "prefill", "serves", "window_rows"]
 
-_FINISH_THREADS = constants("prefill_tile.cuh")["PAIR_THREADS"]
+_FINISH_THREADS = constants("prefill/shape.cuh")["PAIR_THREADS"]
 
 _LARGE_K_BLOCKS = 80
 """K blocks of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
@@ -123,7 +123,7 @@ def prefill(
 
 
 def _in_vectors(x: torch.Tensor) -> bool:
-    """Whether rows are of 16-bit elements in whole vectors of 16 bytes, as prefill_rotate.cu loads them."""
+    """Whether rows are of 16-bit elements in whole vectors of 16 bytes, as prefill/rotate.cu loads them."""
     return x.element_size() == 2 and x.data_ptr() % 16 == 0 and (x.stride(0) | x.shape[1]) % 8 == 0
 
 

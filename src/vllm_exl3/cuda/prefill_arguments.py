@@ -11,17 +11,17 @@ __all__ = ["PrefillArgs", "PrefillShard", "place_shards"]
 
 
 class PrefillShard(ctypes.Structure):
-    """``PrefillShard`` of prefill_problem.cuh."""
+    """``PrefillShard`` of prefill/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("prefill_problem.cuh", "PrefillShard")
+    _fields_ = members("prefill/arguments.cuh", "PrefillShard")
 
 
 class PrefillArgs(ctypes.Structure):
-    """``PrefillArgs`` of prefill_problem.cuh."""
+    """``PrefillArgs`` of prefill/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = members("prefill_problem.cuh", "PrefillArgs", PrefillShard)
+    _fields_ = members("prefill/arguments.cuh", "PrefillArgs", PrefillShard)
 
 
 def place_shards(
@@ -39,7 +39,7 @@ def place_shards(
         shards: of one fused linear.
         kinds: (half_bits, codebook) of its kernel's instance.
         n_tile: output channels of an n tile.
-        complements: whether activations of mul1 shards are stored for byte sums (codebook.cuh).
+        complements: whether activations of mul1 shards are stored for byte sums (base/codebook.cuh).
     """
     n_tiles = column = 0
     for index, shard in enumerate(shards):

@@ -23,12 +23,12 @@ __all__ = [
     "plan_transform",
 ]
 
-TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
+TRANSFORM = Instance("prefill/transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs of any dtype and alignment, for every tile."""
 
 ROTATE = {
     warps: Instance(
-        "prefill_rotate.cu", "exl3_prefill_rotate", (("ROTATE_WARPS", str(warps)), ("ROTATE_BLOCKS", str(16 // warps)))
+        "prefill/rotate.cu", "exl3_prefill_rotate", (("ROTATE_WARPS", str(warps)), ("ROTATE_BLOCKS", str(16 // warps)))
     )
     for warps in (8, 16)
 }
@@ -36,19 +36,19 @@ ROTATE = {
 
 ROTATE_FEW = {
     (transforms, int8): Instance(
-        "gemm_rotate.cu",
+        "gemm/rotate.cu",
         "exl3_gemm_rotate",
         (("INSTANCE_TRANSFORMS", str(transforms)), ("INSTANCE_BYTES", str(int(int8)))),
     )
     for transforms in (1, 2, 4)
     for int8 in (False, True)
 }
-"""The kernel that rotates inputs of any dtype for gemm.cu, by 128-blocks of a warp and whether it rounds to int8."""
+"""The kernel that rotates inputs of any dtype for the GEMM, by 128-blocks of a warp and whether it rounds to int8."""
 
-QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
+QUANTIZE = Instance("prefill/quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
 
-_TRANSFORM, _ROTATE, _QUANTIZE = map(constants, ("prefill_transform.cu", "prefill_rotate.cu", "prefill_quantize.cu"))
+_TRANSFORM, _ROTATE, _QUANTIZE = map(constants, ("prefill/transform.cu", "prefill/rotate.cu", "prefill/quantize.cu"))
 _MOST_ROWS, _MOST_THREADS, _PART = (_TRANSFORM[name] for name in ("MOST_ROWS", "MOST_THREADS", "PART"))
 _ROTATED_ROWS, _QUEUED, _ARRIVED_BYTES = (_ROTATE[name] for name in ("ROWS", "QUEUED", "ARRIVED_BYTES"))
 _MOST_CLUSTER = 8
@@ -60,7 +60,7 @@ _MOST_INT8_THREADS, _MOST_INT8_ROWS = _QUANTIZE["MOST_THREADS"], _QUANTIZE["MOST
 _INT8_THREADS = 256
 """Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
 MOST_INT8_IN = _MOST_INT8_THREADS * BLOCK_K
-"""Input channels up to which a block of prefill_quantize.cu has room for a row."""
+"""Input channels up to which a block of prefill/quantize.cu has room for a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class InputLaunch:
 
 
 def _held_bytes(block_rows: int, in_features: int) -> int:
-    """Bytes of shared memory that rows take, padded as in prefill_transform.cu."""
+    """Bytes of shared memory that rows take, padded as in prefill/transform.cu."""
     pitch = in_features // BLOCK_K * _BLOCK_K_PITCH // 128 * 128 + 128 + (64 if block_rows == 2 else 32)
     return block_rows * pitch
 
@@ -140,7 +140,7 @@ def plan_rotate(rows: int, in_features: int, limits: GpuLimits) -> InputLaunch:
 
 _FEW_WARPS, _FEW_CLUSTERS, _FEW_TRANSFORMS = 8, (1, 2, 4, 8), (1, 2, 4)
 MOST_FEW_IN = _FEW_WARPS * _FEW_CLUSTERS[-1] * _FEW_TRANSFORMS[-1] * BLOCK
-"""Input channels up to which a cluster of gemm_rotate.cu holds a row."""
+"""Input channels up to which a cluster of gemm/rotate.cu holds a row."""
 
 
 @functools.lru_cache(maxsize=4096)

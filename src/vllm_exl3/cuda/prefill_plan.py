@@ -52,16 +52,16 @@ INT8_TILES = (192, 256)
 """The same for int8: fewer tokens leave the tensor cores waiting for weights to be decoded."""
 
 FINISH, INT8_FINISH = (
-    Instance("prefill_finish.cu", "exl3_prefill_finish", (("INSTANCE_PARTIALS", parts),))
+    Instance("prefill/reduce.cu", "exl3_prefill_finish", (("INSTANCE_PARTIALS", parts),))
     for parts in ("HalfPartials", "IntPartials")
 )
 """The kernels that end tiles of which several clusters have parts: of fp16 products, and of int8 ones."""
 
-_DEVICE = constants("prefill_tile.cuh")
+_DEVICE = constants("prefill/shape.cuh")
 _PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = (_DEVICE[name] for name in ("PAIR_THREADS", "BARRIER_BYTES", "WEIGHT_PAD"))
-_INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
-_FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
-_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a partial sum: prefill_sums.cuh
+_INT8_PITCH = 2 * BLOCK + 16  # of prefill/epilogue_int8.cuh
+_FINISHED_TOKENS = 64  # of a block of prefill/reduce.cu
+_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a partial sum: prefill/partials.cuh
 _ACTIVATIONS_IN_L2 = 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
@@ -104,8 +104,8 @@ class _Kernel:
     """One of the two kernels with one tile.
 
     Attributes:
-        source: its file, without the ending; the entry is called the same.
-        n_tile: Hadamard blocks of an n tile.
+        source: its entry is ``exl3_`` and this, its file ends so.
+        n_blocks: Hadamard blocks of an n tile.
         pairs: of them, those of one thread block; the others are in other blocks of its cluster.
         producers: threads that copy and do not multiply.
         stages: k blocks that the ring holds at most.
@@ -121,7 +121,7 @@ class _Kernel:
 
     @property
     def reduces(self) -> bool:
-        """Whether it can end split tiles itself: prefill_parts.cuh."""
+        """Whether it can end split tiles itself: prefill/reduction.cuh."""
         return self.pairs > 1
 
     @property
@@ -147,7 +147,7 @@ class _Kernel:
 
 
 def _staging(tokens: int) -> int:
-    """Shared memory that the ends of a Hadamard block's tiles take: prefill_tile.cuh, prefill_outputs.cuh."""
+    """Shared memory that the ends of a Hadamard block's tiles take: prefill/shape.cuh, prefill/epilogue_mma.cuh."""
     outputs = 64 * 64 * 2 + (tokens + 1) * BLOCK * 2 if tokens > 128 else 64 * (BLOCK + 4) * 4
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + outputs
 
@@ -182,7 +182,10 @@ def choose_tile(rows: int, n_tiles: int, depth: int, limits: GpuLimits, *, int8:
 def prefill_instance(source: str, tokens: int, kinds: Sequence[tuple[int, int]]) -> Instance:
     """The GEMM for (half_bits, codebook) pairs."""
     listed = ", ".join(f"PrefillKind<{half_bits}, {codebook}>" for half_bits, codebook in kinds)
-    return Instance(f"{source}.cu", f"exl3_{source}", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+    file = source.removeprefix("prefill_")
+    return Instance(
+        f"prefill/{file}.cu", f"exl3_{source}", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed))
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Partitions one fused linear of 17 tokens and more, on Hopper, into a transform and a launch of linear_wide.cu."""
+"""Partitions one fused linear of 17 tokens and more, on Hopper, into a transform and a launch of wide/wide.cu."""
 
 import functools
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["TRANSFORM", "plan_wide"]
 
-TRANSFORM = Instance("transform.cu", "exl3_transform")
+TRANSFORM = Instance("wide/transform.cu", "exl3_transform")
 """The kernel that rotates inputs for the wide kernel."""
 
-_TRANSFORM_THREADS = constants("transform.cu")["TRANSFORM_THREADS"]
-_DEVICE = constants("linear_wide.cuh") | constants("wide_epilogue.cuh")
+_TRANSFORM_THREADS = constants("wide/transform.cu")["TRANSFORM_THREADS"]
+_DEVICE = constants("wide/wide.cuh") | constants("wide/epilogue.cuh")
 _THREADS, _CHUNK, _OUTPUT_PITCH = _DEVICE["WIDE_THREADS"], _DEVICE["CHUNK"], 4 * _DEVICE["OUTPUT_PITCH"]
 _STAGING = 512
-"""Bytes of shared memory before the staging area of linear_wide.cuh."""
+"""Bytes of shared memory before the staging area of wide/wide.cuh."""
 
 _SPLIT_K_BLOCKS = 80
 """K blocks of two Hadamard blocks a block of the wide kernel up to which it splits k between its pairs instead."""
@@ -100,7 +100,7 @@ def plan_wide(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, l
     for name, value in values.items():
         setattr(arguments, name, value)
     return LinearPlan(
-        instance=Instance("linear_wide.cu", "exl3_linear_wide", macros),
+        instance=Instance("wide/wide.cu", "exl3_linear_wide", macros),
         arguments=bytes(arguments),
         arguments_type=LinearArgs,
         offsets=shard_offsets(shards),

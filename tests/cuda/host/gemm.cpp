@@ -1,7 +1,7 @@
 // The GEMM for up to 128 tokens and the kernel that rotates its input on the host, behind functions for ctypes. The blocks of a
-// cluster of gemm_rotate.cu are one block of the emulator, each with shared variables of its own.
+// cluster of gemm/rotate.cu are one block of the emulator, each with shared variables of its own.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
@@ -24,12 +24,12 @@ inline void ptx_dp4a_u32_s32(u32& d, u32 a, u32 b, u32 c) {
 inline void ptx_cvt_rni_sat_s8_f32(int& value, float from) { value = int(std::min(127.0f, std::max(-128.0f, std::nearbyint(from)))); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-// As the device's wgmma.cuh makes it.
+// As the device's base/wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
-#include "gemm.cuh"
-#include "rotation.cuh"
+#include "gemm/gemm.cuh"
+#include "base/row_scale.cuh"
 
 using OneKind = GemmKinds<GemmKind<8, MUL1, HALF>>;
 using TwoRates = GemmKinds<GemmKind<5, MUL1, HALF>, GemmKind<8, MUL1, HALF>>;
@@ -114,14 +114,14 @@ inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx_
 #define INSTANCE_BYTES 0
 namespace one {
 #define exl3_gemm_rotate rotate_one
-#include "gemm_rotate.cu"
+#include "gemm/rotate.cu"
 }
 #undef exl3_gemm_rotate
 #undef INSTANCE_BYTES
 #define INSTANCE_BYTES 1
 namespace bytes {
 #define exl3_gemm_rotate rotate_bytes
-#include "gemm_rotate.cu"
+#include "gemm/rotate.cu"
 }
 #undef exl3_gemm_rotate
 #undef INSTANCE_BYTES
@@ -130,7 +130,7 @@ namespace bytes {
 #define INSTANCE_BYTES 0
 namespace four {
 #define exl3_gemm_rotate rotate_four
-#include "gemm_rotate.cu"
+#include "gemm/rotate.cu"
 }
 
 // With one 128-block a warp, or four, or one that is rounded to int8.

@@ -1,6 +1,6 @@
 // The prefill kernels on the host, behind functions for ctypes: every tile, in clusters of one block.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 // Clusters of one block.
 inline u32 rank_of_one() { return 0; }
@@ -20,14 +20,14 @@ inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half
 template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-// As the device's wgmma.cuh makes it.
+// As the device's base/wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
-#include "prefill.cuh"
+#include "prefill/prefill.cuh"
 #define INSTANCE_PARTIALS HalfPartials
-#include "prefill_finish.cu"
-#include "prefill_transform.cu"
+#include "prefill/reduce.cu"
+#include "prefill/transform.cu"
 
 extern "C" void transform(const PrefillArgs* args, u32 blocks, u32 threads, u32 shared) {
     launch(blocks, 1, threads, shared + 1024, [=] { exl3_prefill_transform(*args); });

@@ -1,6 +1,6 @@
 // The prefill kernels of the fast mode on the host, behind functions for ctypes: tiles of 192 tokens, without a cluster.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 // Of clusters, which are not run here.
 #define bulk_copy_multicast(...) stop("clusters")
@@ -27,14 +27,14 @@ inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half
 template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-// As wgmma.cuh makes it.
+// As base/wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
-#include "prefill_int8.cuh"
+#include "prefill/int8.cuh"
 #define INSTANCE_PARTIALS IntPartials
-#include "prefill_finish.cu"
-#include "prefill_quantize.cu"
+#include "prefill/reduce.cu"
+#include "prefill/quantize.cu"
 
 extern "C" void quantize(const PrefillArgs* args, u32 blocks, u32 shards, u32 threads) {
     launch(blocks, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });

@@ -1,6 +1,6 @@
-// prefill_rotate.cu on the host: the blocks of a cluster are one block of the emulator, each with shared memory of its own.
+// prefill/rotate.cu on the host: the blocks of a cluster are one block of the emulator, each with shared memory of its own.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 #define ROTATE_WARPS 2  // few, so that clusters of 8 fit
 #define ROTATE_BLOCKS 1
@@ -51,7 +51,7 @@ inline void ptx_max_NaN_xorsign_abs_bf16x2(unsigned& d, unsigned a, unsigned b) 
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 
 #define memory block_memory()  // the kernel's
-#include "prefill_rotate.cu"
+#include "prefill/rotate.cu"
 #undef memory
 
 extern "C" void rotate(const PrefillArgs* args) {
