@@ -189,7 +189,7 @@ def fingerprint(architecture: str, instance: Any) -> str:
         repr(instance.macros),
         *sorted(seen.items()),
     ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return hashlib.sha256(repr(["listing 2", *parts]).encode()).hexdigest()
 
 
 def code_text(image: bytes, head: str) -> str:
@@ -207,7 +207,11 @@ def code_text(image: bytes, head: str) -> str:
 
 
 def data_sections(image: bytes) -> Iterator[str]:
-    """Constants, and sizes of shared memory, of a cubin; names of functions left out."""
+    """Constants, and sizes of shared memory, of a cubin; names of functions left out.
+
+    Variables that C++ makes of constants at namespace scope, and the table of their addresses (bank 4), are left out:
+    instructions have the values, and the compiler keeps such variables of every header.
+    """
     (table,) = struct.unpack_from("<Q", image, 40)
     entry_size, count, names_at = struct.unpack_from("<HHH", image, 58)
     headers = [struct.unpack_from("<IIQQQQ", image, table + index * entry_size) for index in range(count)]
@@ -215,7 +219,7 @@ def data_sections(image: bytes) -> Iterator[str]:
     for name_offset, _, _, _, offset, size in headers:
         start = names + name_offset
         kind = ".".join(image[start : image.index(b"\0", start)].decode().split(".")[:3])
-        if kind.startswith((".nv.constant", ".nv.global")):
+        if kind.startswith(".nv.constant") and kind != ".nv.constant4":
             yield f"{kind} {size} {hashlib.sha256(image[offset : offset + size]).hexdigest()}"
         if kind.startswith(".nv.shared"):
             yield f"{kind} {size}"

@@ -23,7 +23,6 @@ ASSEMBLY = {
     "st.shared.f32": "memcpy(shared_base + address + 4 * OFFSET, &value, 4)",
     "cp.async.wait_all": "(void)0",
     "max.NaN.f32": "result = std::isnan(most) || std::isnan(value) ? NAN : max(most, fabsf(value))",
-    "cp.async.ca.shared.global": "staging.descale[i] = args.scales[shard_index * args.rows + first_row + i]",
 }
 """What stands for an instruction on the host; the packed conversion, which two places use, is matched by operands."""
 
@@ -32,8 +31,8 @@ def _host(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         statement = match[0]
         operands = re.findall(r'"=?[rfl]"\(((?:[^()]|\([^()]*\))*)\)', statement)
-        if "cp.async.cg.shared.global" in statement:
-            return f"memcpy(shared_base + {operands[0]}, {operands[1]}, 16);"
+        if copied := re.search(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)", statement):
+            return f"memcpy(shared_base + {operands[0]}, {operands[1]}, {copied[1]});"
         if "cvt.rn.f16x2.f32" in statement:
             return f"{operands[0]} = half_bits({operands[2]}) | u32(half_bits({operands[1]})) << 16;"
         known = [host for name, host in ASSEMBLY.items() if name in statement]

@@ -12,6 +12,7 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     MAX_SHARDS,
+    ROW_PAD,
     Arithmetic,
     GpuLimits,
     check_shards,
@@ -42,8 +43,8 @@ GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128), (16,
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
 _DEVICE = constants("gemm/gemm.cuh")
-_BLOCK_N, _BLOCK_K, _K_TILES, _ROW_PAD, _BARRIERS, _THREADS = (
-    _DEVICE[f"GEMM_{name}"] for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "ROW_PAD", "BARRIER_BYTES", "BLOCK_THREADS")
+_BLOCK_N, _BLOCK_K, _K_TILES, _BARRIERS, _THREADS = (
+    _DEVICE[f"GEMM_{name}"] for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "BARRIER_BYTES", "BLOCK_THREADS")
 )
 _MOST_STAGES, _MOST_KINDS = 12, 2
 _MOST_SPLITS = 64
@@ -220,7 +221,7 @@ def plan_gemm(
     offset_parts = transform.cluster if transform else depth
     transform = transform or plan_transform(rows, in_features, limits)  # refused for int8
     activation_bytes = tokens * _BLOCK_K * (1 if int8 else 2)
-    weight_bytes = round_up(max(_K_TILES * (2 * 8 * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds), 128)
+    weight_bytes = round_up(max(_K_TILES * (2 * 8 * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds), 128)
     fixed = round_up(_BARRIERS + 4 * MAX_SHARDS * tokens + 2 * _staging(tokens), 128)
     stages = min(_MOST_STAGES, (limits.shared_memory - _BESIDE - fixed) // (weight_bytes + activation_bytes))
     if stages < 2:

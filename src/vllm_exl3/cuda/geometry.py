@@ -17,7 +17,6 @@ from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = [
     "BLOCK_K",
-    "HALF_TILES",
     "MAX_SHARDS",
     "ROW_PAD",
     "Arithmetic",
@@ -35,11 +34,9 @@ __all__ = [
     "shard_offsets",
 ]
 
-MAX_SHARDS = constants("wide/arguments.cuh")["MAX_SHARDS"]
-"""Shards that one launch serves."""
-
-BLOCK_K, HALF_TILES, ROW_PAD = map(constants("wide/cursor.cuh").__getitem__, ("BLOCK_K", "HALF_TILES", "ROW_PAD"))
-"""Input channels of a k block, tile columns of half of one, bytes after each row of weights in shared memory."""
+_SHAPES = constants("base/shapes.cuh")
+MAX_SHARDS, BLOCK_K, ROW_PAD = (_SHAPES[name] for name in ("MAX_SHARDS", "BLOCK_K", "ROW_PAD"))
+"""Shards that one launch serves; input channels of a k block; bytes after each row of weights in shared memory."""
 
 _NARROW, _SCRATCH_ALIGN = 16, 256
 

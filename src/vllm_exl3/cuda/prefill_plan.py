@@ -13,6 +13,7 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     BLOCK_K,
+    ROW_PAD,
     GpuLimits,
     ShardOffsets,
     check_shards,
@@ -58,7 +59,7 @@ FINISH, INT8_FINISH = (
 """The kernels that end tiles of which several clusters have parts: of fp16 products, and of int8 ones."""
 
 _DEVICE = constants("prefill/shape.cuh")
-_PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = (_DEVICE[name] for name in ("PAIR_THREADS", "BARRIER_BYTES", "WEIGHT_PAD"))
+_PAIR_THREADS, _BARRIERS = _DEVICE["PAIR_THREADS"], _DEVICE["BARRIER_BYTES"]
 _INT8_PITCH = 2 * BLOCK + 16  # of prefill/epilogue_int8.cuh
 _FINISHED_TOKENS = 64  # of a block of prefill/reduce.cu
 _SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a partial sum: prefill/partials.cuh
@@ -240,7 +241,7 @@ def plan_prefill(
     rotation = plan_rotate(rows, in_features, limits) if limits.warpgroups and not int8 else None
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * BLOCK_K * (1 if int8 else 2)
-    weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
+    weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds), 128)
     fixed = _BARRIERS + (tokens * _INT8_PITCH if int8 else pairs * _staging(tokens))
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + activation_bytes))

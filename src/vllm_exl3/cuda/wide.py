@@ -8,7 +8,6 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     BLOCK_K,
-    HALF_TILES,
     ROW_PAD,
     Form,
     GpuLimits,
@@ -32,6 +31,7 @@ TRANSFORM = Instance("wide/transform.cu", "exl3_transform")
 _TRANSFORM_THREADS = constants("wide/transform.cu")["TRANSFORM_THREADS"]
 _DEVICE = constants("wide/wide.cuh") | constants("wide/epilogue.cuh")
 _THREADS, _CHUNK, _OUTPUT_PITCH = _DEVICE["WIDE_THREADS"], _DEVICE["CHUNK"], 4 * _DEVICE["OUTPUT_PITCH"]
+_HALF_TILES = constants("wide/cursor.cuh")["HALF_TILES"]
 _STAGING = 512
 """Bytes of shared memory before the staging area of wide/wide.cuh."""
 
@@ -65,7 +65,7 @@ def plan_wide(shards: tuple[Shard, ...], rows: int, in_width: int, form: Form, l
     depths = frozenset(shard.in_features // BLOCK_K for shard in shards)
     blocks = split(totals.n_tiles, depths, limits)
     range_k_blocks, longer_ranges = divmod(totals.k_blocks, blocks)
-    half_stride = max(4 * (HALF_TILES * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds)
+    half_stride = max(4 * (_HALF_TILES * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds)
 
     activation_stride = _activation_bytes(form.tile_rows)
     groups, staged = (2, form.tile_rows) if split_k else (1, 2 * _CHUNK)

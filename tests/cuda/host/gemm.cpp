@@ -7,9 +7,6 @@ inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void ptx_fence_proxy_async() {}
 inline void ptx_prefetch_global_L1(const void* at) { (void)*static_cast<const volatile char*>(at); }  // so that it must exist
-// Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
-#define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
-inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 inline void ptx_cvt_rn_bf16x2_f32(u32& word, float high, float low) {

@@ -14,13 +14,6 @@ inline void ptx_bar_arrive(u32 barrier, unsigned count) {
     Meeting& meeting = named_meetings[barrier];
     if (++meeting.arrived == count) meeting.arrived = 0, ++meeting.round;
 }
-// Copies happen at once here; of those through the L1, the kernels' are of 4 bytes.
-#define ptx_cp_async_cg_shared_global copy_16
-#define ptx_cp_async_ca_shared_global copy_4
-#define ptx_cp_async_wait_all copied
-inline void copy_16(u32 target, const void* from) { memcpy(shared_bytes(target, 16), from, 16); }
-inline void copy_4(u32 target, const void* from) { memcpy(shared_bytes(target, 4), from, 4); }
-inline void copied() {}
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
 inline void ptx_st_shared_u32(u32 at, int offset, u32 value) { memcpy(shared_bytes(at + offset, 4), &value, 4); }
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }

@@ -5,59 +5,9 @@
 #pragma once
 #include "base/codebook.cuh"
 #include "base/hadamard.cuh"
-#include "wide/arguments.cuh"
 
 constexpr float LARGEST_INTEGER = 16256.0f;  // 127·128
 constexpr float HADAMARD_GROWTH = 11.313709f;  // sqrt(128), rounded up
-
-// Up to HELD 128-blocks of a shard's rows, whose loads overlap. `place(i)` says which: {row, block, exists}.
-template <int HELD>
-struct Batch {
-    float v[HELD][4];  // the lane's channels 4·lane .. 4·lane+3
-
-    // x·suh, and with `rotate` H(x·suh) unscaled.
-    template <class Place>
-    __device__ __forceinline__ void load(const LinearArgs& args, const ShardArgs& shard, bool rotate, int lane, const Place& place) {
-        const bool fast = args.x_type != F32 && (args.in_width | args.x_stride) % 4 == 0 && reinterpret_cast<u64>(args.x) % 8 == 0;
-        uint2 scales[HELD], raw[HELD] = {};
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const auto at = place(i);
-            if (!at.exists) continue;
-            const u32 column = at.block * HADAMARD_SIZE + 4 * lane;
-            scales[i] = *reinterpret_cast<const uint2*>(shard.suh + column);
-            const u16* x = static_cast<const u16*>(args.x) + at.row * args.x_stride + column;
-            if (fast && column < args.in_width) raw[i] = *reinterpret_cast<const uint2*>(x);
-        }
-#pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const auto at = place(i);
-            if (!at.exists) continue;
-            const u16 bits[4] = {u16(raw[i].x), u16(raw[i].x >> 16), u16(raw[i].y), u16(raw[i].y >> 16)};
-            const u16 suh[4] = {u16(scales[i].x), u16(scales[i].x >> 16), u16(scales[i].y), u16(scales[i].y >> 16)};
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                v[i][j] = args.x_type == F16 ? half_to_float(bits[j]) : __uint_as_float(u32(bits[j]) << 16);
-            if (!fast) load_any(v[i], args, at.row, at.block * HADAMARD_SIZE + 4 * lane);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) v[i][j] *= half_to_float(suh[j]);
-            if (rotate) hadamard128(v[i], lane);
-        }
-    }
-
-private:
-    // Any dtype, alignment and width.
-    static __device__ __forceinline__ void load_any(float (&v)[4], const LinearArgs& args, u32 row, u32 column) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            v[j] = column + j < args.in_width ? load_element(args.x, row * args.x_stride + column + j, args.x_type) : 0.0f;
-    }
-};
-
-struct BatchPlace {
-    u32 row, block;
-    bool exists;
-};
 
 // The bits of the largest magnitude of a lane's values. Bits of magnitudes order as the magnitudes do, and a NaN's are above
 // all, so that its row comes out as NaN and not as something plausible.

@@ -49,3 +49,16 @@ __device__ __forceinline__ T rematerialize(T value) {
     asm volatile("" : "+r"(value));
     return value;
 }
+
+// a·b + c by the multiplier, where the compiler would make shifts of it.
+__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// Products of two pairs of fp16.
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}

@@ -12,6 +12,7 @@
 // Sums that are complete go through shared memory, [token][channel], where the first step of the transform is done on the way (channels 8 apart
 // lie in one thread). What follows needs no sums in registers.
 #pragma once
+#include "base/cp_async.cuh"
 #include "base/barrier.cuh"
 #include "gemm/scheduler.cuh"
 #include "prefill/reduction.cuh"
@@ -75,7 +76,7 @@ __device__ __forceinline__ void stage_group(const float* d, const GemmBlock& blo
 template <int TOKENS>
 __device__ __forceinline__ float4* partial_tile(const GemmBlock& block, const GemmWorkTile& work, u32 range) {
     const PrefillArgs& args = block.args;
-    const u32 second = prefill_range_begin(args, range) < work.index * (args.in_features / GEMM_BLOCK_K) ? 1 : 0;
+    const u32 second = range_begin(args, range) < work.index * (args.in_features / GEMM_BLOCK_K) ? 1 : 0;
     return reinterpret_cast<float4*>(args.partials) + static_cast<u64>(second * args.ranges + range) * (TOKENS / 8 * GEMM_CONSUMER_THREADS) + block.place * PAIR_THREADS + block.thread;
 }
 
@@ -211,7 +212,7 @@ __device__ __forceinline__ void finish_rows(const GemmBlock& block, const Epilog
 
 // Waits for what load_epilogue_operands has started and for the offsets. A barrier of the block comes before anything is read.
 __device__ __forceinline__ void wait_for_scales(const GemmBlock& block) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    cp_async_wait_all();
     mbarrier_wait(block.offsets_barrier, 0);
 }
 
@@ -281,9 +282,9 @@ __device__ __forceinline__ void finish_last_n_tile(const Sum (&sums)[TOKENS / 2]
 // Finishes the n tile that the block's range begins with, whose partial tile it has stored before, if that was the last one.
 template <int TOKENS, class List>
 __device__ __forceinline__ void finish_first(const GemmBlock& block) {
-    asm volatile("cp.async.wait_all;" ::: "memory");  // what was fetched for the last n tile, if it was not finished here
+    cp_async_wait_all();  // what was fetched for the last n tile, if it was not finished here
     block.sync();  // the word is there
-    const GemmWorkTile work(block.args, prefill_range_begin(block.args, blockIdx.x));
+    const GemmWorkTile work(block.args, range_begin(block.args, blockIdx.x));
     const EpilogueWork epilogue(block, work, List::bytes);
     if (*block.words != epilogue.splits - 1) return;
     load_epilogue_operands<TOKENS>(block, work);

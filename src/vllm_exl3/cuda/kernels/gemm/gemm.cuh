@@ -52,12 +52,12 @@ __device__ __forceinline__ GemmBlock consumer_block(const PrefillArgs& args, u8*
 // Multiplies the block's work tiles, and finishes the n tiles whose sums come together here.
 template <int TOKENS, class List>
 __device__ __forceinline__ void consume(const PrefillArgs& args, GemmPipeline pipeline, u8* memory, int warp, int lane) {
-    u32 k_block = prefill_range_begin(args, blockIdx.x);
+    u32 k_block = range_begin(args, blockIdx.x);
     bool stored_first = false;  // the range's first n tile, as another block has its beginning
     wait_on_dependent_grids();
     // No loop in here may end for some lanes before others: addresses in the pipeline would no longer be known to be the same for a warp, which
     // costs the products a twentieth. What is looked up again behind the products takes no registers beside them.
-    while (k_block < prefill_range_begin(args, blockIdx.x + 1)) {
+    while (k_block < range_begin(args, blockIdx.x + 1)) {
         typename List::Sum sums[TOKENS / 2] = {};
         {
             const GemmWorkTile work(args, k_block);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void decode_products(u32 (&a)[K::products][4], const 
 // The lane's words of step STEP of the k block in the pipeline.
 template <class K, int STEP>
 __device__ __forceinline__ void load_step(u32 (&words)[K::Window::words], u32 stage, int warp, int lane) {
-    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 16 * tile_bytes + GEMM_ROW_PAD;
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 16 * tile_bytes + ROW_PAD;
     load_words<K::half_bits>(words, SharedWords{stage + (4 * STEP + (lane & 3)) * row_bytes + warp * tile_bytes}, lane);
 }
 

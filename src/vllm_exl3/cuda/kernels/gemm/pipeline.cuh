@@ -6,7 +6,7 @@
 #include "base/barrier.cuh"
 #include "gemm/scheduler.cuh"
 
-constexpr u32 GEMM_K_TILES = GEMM_BLOCK_K / 16, GEMM_ROW_PAD = 32;
+constexpr u32 GEMM_K_TILES = GEMM_BLOCK_K / 16;
 
 struct GemmPipeline {
     u32 base, stride, stages, weight_bytes;
@@ -42,7 +42,7 @@ struct KBlockLoader {
     __device__ __forceinline__ KBlockLoader(const PrefillArgs& args, const GemmWorkTile& work, u32 activation_bytes) : activation_bytes(activation_bytes) {
         const PrefillShard& shard = args.shards[work.shard];
         const u32 block_bytes = 8 * 16 * shard.half_bits, blocks = shard.out_features / HADAMARD_SIZE;
-        bytes = min(2u, blocks - 2 * work.n_tile) * block_bytes, row_bytes = 2 * block_bytes + GEMM_ROW_PAD;
+        bytes = min(2u, blocks - 2 * work.n_tile) * block_bytes, row_bytes = 2 * block_bytes + ROW_PAD;
         pitch = static_cast<u64>(blocks) * block_bytes;
         weights = reinterpret_cast<const u8*>(shard.trellis) + GEMM_K_TILES * work.begin * pitch + 2 * work.n_tile * block_bytes;
         activations = args.activations + static_cast<u64>(work.shard * (args.in_features / GEMM_BLOCK_K) + work.begin) * activation_bytes;

@@ -19,7 +19,7 @@ struct GemmWorkTile {
 
     // From `k_block` of the block's range on.
     __device__ __forceinline__ GemmWorkTile(const PrefillArgs& args, u32 k_block) {
-        const u32 depth = args.in_features / GEMM_BLOCK_K, range_end = prefill_range_begin(args, blockIdx.x + 1);
+        const u32 depth = args.in_features / GEMM_BLOCK_K, range_end = range_begin(args, blockIdx.x + 1);
         index = k_block / depth;
         begin = k_block - index * depth;
         end = min(depth, begin + range_end - k_block);
@@ -34,9 +34,9 @@ struct GemmWorkTile {
 // Calls `visit` with each work tile of the block's range.
 template <class Visit>
 __device__ __forceinline__ void for_each_work_tile(const PrefillArgs& args, const Visit& visit) {
-    const u32 range_end = prefill_range_begin(args, blockIdx.x + 1);
+    const u32 range_end = range_begin(args, blockIdx.x + 1);
 #pragma unroll 1
-    for (u32 k_block = prefill_range_begin(args, blockIdx.x); k_block < range_end;) {
+    for (u32 k_block = range_begin(args, blockIdx.x); k_block < range_end;) {
         const GemmWorkTile work(args, k_block);
         visit(work);
         k_block += work.end - work.begin;
@@ -49,7 +49,7 @@ struct TileSplits {
 
     __device__ __forceinline__ TileSplits(const PrefillArgs& args, const GemmWorkTile& work) {
         const u32 depth = args.in_features / GEMM_BLOCK_K, begin = work.index * depth;
-        first = prefill_range_of_k_block(args, begin), mine = blockIdx.x - first;
-        count = prefill_range_of_k_block(args, begin + depth - 1) - first + 1;
+        first = range_of_k_block(args, begin), mine = blockIdx.x - first;
+        count = range_of_k_block(args, begin + depth - 1) - first + 1;
     }
 };

@@ -46,7 +46,7 @@ struct KvCopies {
                 start_copy<S::CHUNK>(target + S::CHUNK * chunk, from);
             }
         }
-        close_copies();
+        cp_async_commit();
     }
     __device__ __forceinline__ void fetch_next(int tile, int stage) {
         fetch(tile, stage, number);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void kv_decode(const KvDecodeArgs& args) {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         const u32 slots = place.base + stage * S::STAGE_BYTES;
-        wait_for_copies<S::STAGES - 2>();
+        cp_async_wait<S::STAGES - 2>();
         __syncwarp();
         scores.weigh(step, slots);
         __syncthreads();

@@ -1,6 +1,6 @@
 // Nibbles to float16 by bit tricks, and the copies that bring them.
 #pragma once
-#include "base/types.cuh"
+#include "base/cp_async.cuh"
 
 // 0x6400 is 1024 in float16, whose step there is 1: 1024 + nibble J of each half for even J, 1024 + 16·nibble for odd.
 template <int J>
@@ -25,12 +25,6 @@ __device__ __forceinline__ u32 centred_nibbles(u32 word, u32 shift) {
 }
 template <int ODD>
 __device__ __forceinline__ u16 zero_shift(u32 zero_point) { return float_to_half(-(ODD ? 64.0f : 1024.0f) - float(zero_point)); }
-
-__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
-    u32 value;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(value) : "r"(a), "r"(b));
-    return value;
-}
 
 __device__ __forceinline__ float power_of_two(float x) {
     float value;
@@ -64,12 +58,8 @@ __device__ __forceinline__ void store_half(u32 address, u16 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
-// Copies of this thread: started, gathered into groups, and waited for until at most `LEFT` groups are under way.
 template <int BYTES>
 __device__ __forceinline__ void start_copy(u32 target, const u8* source) {
-    if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
+    if constexpr (BYTES == 16) cp_async_16(target, source);
+    else cp_async_8(target, source);
 }
-__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }

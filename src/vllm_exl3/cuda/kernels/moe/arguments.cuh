@@ -4,7 +4,8 @@
 // device: launches have fixed shapes, and read how much there is to do.
 #pragma once
 #include "base/codebook.cuh"
-#include "wide/arguments.cuh"
+#include "base/launch.cuh"
+#include "base/shapes.cuh"
 
 constexpr int TABLE_COLUMNS = 8;
 constexpr u32 NOWHERE = 0xffffffffu;

@@ -1,5 +1,6 @@
 // The first stage's input where rows are grouped: x times suh, rotated, sixteen rows at a time, for gate and up.
 #pragma once
+#include "base/cp_async.cuh"
 #include "moe/group_rows.cuh"
 
 // From x to what is multiplied by suh, in fp16, and what undoes that and the transform's growth.
@@ -67,7 +68,7 @@ struct InputSlot {
 #pragma unroll
             for (int r = 0; r < 2; ++r) copy(x + (2 * u + r) * 32 + lane, from[r] + 32 * u, first + 32 * u < stage.in_width ? 16 : 0);
         copy(suh + lane, stage.suh + chunks.row_info[index].suh[lane >> 4] + block * HADAMARD_SIZE + 8 * (lane & 15), 16);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cp_async_commit();
     }
     // x times the rows' factors, in fp16, where it was.
     template <u32 TYPE>
@@ -100,7 +101,7 @@ struct InputSlot {
 private:
     // Of `bytes`, the rest of sixteen is zero.
     static __device__ __forceinline__ void copy(uint4* to, const u16* from, u32 bytes) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+        cp_async_16(shared_address(to), from, bytes);
     }
 };
 
@@ -128,9 +129,9 @@ __device__ __forceinline__ void transform_inputs(const MoeArgs& args, const MoeS
             const bool more = b + warps < blocks;
             if (more || another) {
                 other.fetch(args, stage, chunks, more ? index : index + 1, more ? b + warps : warp, lane);
-                asm volatile("cp.async.wait_group %0;" ::"n"(1) : "memory");
+                cp_async_wait<1>();
             } else {
-                asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
+                cp_async_wait<0>();
             }
             __syncwarp();
             if (args.x_type == F16) slot.scale<F16>(factors, lane);

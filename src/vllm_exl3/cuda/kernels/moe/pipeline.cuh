@@ -4,7 +4,6 @@
 #include "base/barrier.cuh"
 #include "moe/rows.cuh"
 
-constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;
 constexpr u32 MOE_BARRIER_BYTES = 512;  // then the pipeline
 
 // The list of work: which work tile a number means. BY_KIND: in the order of `schedule`.

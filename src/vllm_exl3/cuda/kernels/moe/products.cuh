@@ -12,12 +12,6 @@ template <> struct Product<MUL1> { static constexpr u32 multiplier = MUL1_MULTIP
 template <> struct Product<MCG> { static constexpr u32 multiplier = MCG_MULTIPLIER, addend = 0; };
 template <> struct Product<INST3> { static constexpr u32 multiplier = INST3_MULTIPLIER, addend = INST3_ADDEND; };
 
-__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-
 // Where the bytes of position P lie in the word that it is cut out of: every third state of equal start mod 8 begins one.
 template <class W, int P>
 struct StateBytes {

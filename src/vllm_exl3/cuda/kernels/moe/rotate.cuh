@@ -68,12 +68,6 @@ __device__ __forceinline__ void multiply_signs(float (&sums)[2][4], const u32 (&
     }
 }
 
-__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
-    u32 product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
 // A lane's part of a 128-block of x for its two rows, times the rows' factors, in fp16: lane (g, q) has rows g and g + 8,
 // channels 32u + 8q .. 32u + 8q + 7; beyond the width they are zero.
 struct ChunkInput {

@@ -5,7 +5,8 @@
 // Every thread block takes a contiguous range: an equal part of one n tile (`splits` > 0), or an equal part of the whole list.
 // That depends on (N, K, GPU) alone and so does the order of every sum. blockIdx.y is the tile of rows (tokens).
 #pragma once
-#include "base/types.cuh"
+#include "base/ranges.cuh"
+#include "base/shapes.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool WARPGROUPS = true;  // wgmma serves HALF
@@ -15,10 +16,7 @@ constexpr bool WARPGROUPS = false;
 constexpr u32 WARPS = 16;
 constexpr u32 THREADS = 32 * WARPS;
 constexpr u32 ROTATE_WARPS = 4, ROTATE_THREADS = 32 * ROTATE_WARPS;  // of the kernel that only rotates
-constexpr u32 MAX_SHARDS = 8;
-constexpr u32 HADAMARD_SIZE = 128;      // channels of a Hadamard block
 constexpr u32 K_TILES = 8;   // k-tiles of a k block
-constexpr u32 ROW_PAD = 32;     // bytes after each k-tile's row in the pipeline: makes the lanes' reads free of bank conflicts
 
 // What the first copy of weights needs lies in the first 64 bytes of constant memory that arguments take part in (they begin 16 bytes
 // into it), what rotating needs in two more: every such line costs a launch a miss.
@@ -91,7 +89,7 @@ struct Range {
             begin = n_tile * args.range_k_blocks + fast_divide(at, args.splits_inverse);
             end = n_tile * args.range_k_blocks + fast_divide(at + args.range_k_blocks, args.splits_inverse);
         } else {
-            begin = block * args.range_k_blocks + min(block, args.longer_ranges);
+            begin = range_begin(args, block);
             end = begin + args.range_k_blocks + (block < args.longer_ranges);
         }
     }

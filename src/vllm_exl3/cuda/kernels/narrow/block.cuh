@@ -120,8 +120,8 @@ struct NarrowBlock {
     // Until the weights of the stage being read have arrived.
     template <class K>
     __device__ __forceinline__ void wait_for_stage(LoadState state) const {
-        if (DEFERS_WEIGHTS<K, List> && state == FIRST_ISSUED) cp_async_wait<EARLY_STAGES - 1>();
-        else cp_async_wait<STAGES - 1>();
+        if (DEFERS_WEIGHTS<K, List> && state == FIRST_ISSUED) wait_for_copies<EARLY_STAGES - 1>();
+        else wait_for_copies<STAGES - 1>();
     }
     template <class K>
     __device__ __forceinline__ void end_caching(LoadState state, RawOf<K>& raw, u32 k_block, const NarrowShard& shard) {
@@ -129,7 +129,7 @@ struct NarrowBlock {
         const u32 last = last_k_block(shard);
         if (state == IN_FLIGHT) {
             buffer ^= args.cache_buffers - 1;
-            cp_async_wait<STAGES - 1>();  // STAGES fetches of weights have followed
+            wait_for_copies<STAGES - 1>();  // STAGES fetches of weights have followed
         } else if (args.records == nullptr) {
             if (begun()) __syncthreads();  // nobody reads the ones before any more
             Rotations<K, WARPS> rotations(shared_address(records), args, shard, rematerialize(k_block), next_end, warp);
@@ -137,9 +137,9 @@ struct NarrowBlock {
                 if (DEFERS_WEIGHTS<K, List> && state == FIRST_ISSUED) fill_pipeline();
             });
         } else if (begun()) {
-            cp_async_wait<0>();
+            wait_for_copies<0>();
         } else {
-            cp_async_wait<STAGES - EARLY_STAGES>();
+            wait_for_copies<STAGES - EARLY_STAGES>();
         }
         if constexpr (WARPGROUPS && K::arithmetic == HALF) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncthreads();

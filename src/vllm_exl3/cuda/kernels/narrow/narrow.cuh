@@ -58,11 +58,11 @@ __device__ __forceinline__ void multiply_n_tile(NarrowBlock<J, STAGES, CLUSTER, 
         const u32 stop = min(end, block.cached_end);
         if (columns) {
             u32 record = block.record_of(k_block);
-            if (!WARPGROUPS) cp_async_wait<STAGES - 1>();
+            if (!WARPGROUPS) wait_for_copies<STAGES - 1>();
             multiply_k_block<K, J, WARPGROUPS>(totals, a, block.stage, record, places, block.lane);
             block.next_stage();
             for (u32 left = stop - k_block - 1; left; --left) {
-                cp_async_wait<STAGES - 1>();
+                wait_for_copies<STAGES - 1>();
                 record += args.record_bytes;
                 multiply_k_block<K, J, false>(totals, a, block.stage, record, places, block.lane);
                 block.next_stage();

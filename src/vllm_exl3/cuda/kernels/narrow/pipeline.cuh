@@ -3,18 +3,12 @@
 // Each warp fetches the columns that it multiplies, so nothing in the main loop waits for another warp. A stage holds a k block: 8
 // rows, one a k-tile, of the warp's J tiles.
 #pragma once
+#include "base/cp_async.cuh"
 #include "narrow/arguments.cuh"
 
 // K blocks of a pipeline that are issued before the activations. Memory answers in order, and a whole pipeline on every multiprocessor takes it
 // two microseconds.
 constexpr u32 EARLY_STAGES = 1;
-
-// Starts to copy 16 bytes to shared memory.
-__device__ __forceinline__ void cp_async_16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// What a thread has started since the last time is one fetch.
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // A warp's view of where the next k blocks come from. Moving on inside an n tile is one addition.
 //
@@ -81,7 +75,7 @@ private:
 
 // Until all but the last PENDING fetches of this warp have arrived.
 template <int PENDING>
-__device__ __forceinline__ void cp_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+__device__ __forceinline__ void wait_for_copies() {
+    cp_async_wait<PENDING>();
     __syncwarp();
 }

@@ -8,12 +8,6 @@
 // 2^i; in constant memory, so that the compiler does not make shifts of the multiplications again.
 __constant__ u32 POWERS[17] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536};
 
-__device__ __forceinline__ u32 multiply_add(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-
 // The states of positions FIRST .. FIRST + COUNT - 1, of which `string` starts with the first and holds all.
 template <int HALF_BITS, int FIRST, int P>
 __device__ __forceinline__ u32 state_in(u32 string) {

@@ -82,7 +82,7 @@ __device__ __forceinline__ void multiply_cached_interleaved(Totals<K>& totals, f
         decoded.template decode<3>(), start_product<K, 3>(sums, decoded, second);
         block.next_stage();
         if (more) {
-            cp_async_wait<STAGES - 1>();
+            wait_for_copies<STAGES - 1>();
             decoded.begin_step(block.stage + step_at<K, 1>(0, block.lane), block.lane);
         }
         wait_for_products<0>();

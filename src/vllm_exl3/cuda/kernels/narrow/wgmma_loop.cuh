@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_cached_wgmma(Totals<K> (&totals)[J], fl
         }
         const bool more = --left;
         if (more) {
-            cp_async_wait<STAGES - 1>();
+            wait_for_copies<STAGES - 1>();
             wait_for_products<1>();
             decode(0);
         }

@@ -5,7 +5,9 @@
 // Clusters take whole tiles in turn; what does not fill them all is split into ranges of k blocks, one a cluster.
 #pragma once
 #include "base/codebook.cuh"
-#include "wide/arguments.cuh"
+#include "base/launch.cuh"
+#include "base/ranges.cuh"
+#include "base/shapes.cuh"
 
 struct PrefillShard {
     const u32* trellis;
@@ -59,18 +61,10 @@ struct PrefillArgs {
     u32 padding;         // to a multiple of 8 bytes
 };
 
-__device__ __forceinline__ u32 prefill_range_begin(const PrefillArgs& args, u32 range) {
-    return range * args.range_k_blocks + min(range, args.longer_ranges);
-}
-__device__ __forceinline__ u32 prefill_range_of_k_block(const PrefillArgs& args, u32 k_block) {
-    const u32 longer = args.longer_ranges * (args.range_k_blocks + 1);
-    return k_block < longer ? k_block / (args.range_k_blocks + 1) : args.longer_ranges + (k_block - longer) / args.range_k_blocks;
-}
-
 // Where a range leaves its sums of the tile whose k blocks begin at `tile_begin`: it shares at most the tiles at its two ends.
 template <class Partials>
 __device__ __forceinline__ uint4* prefill_partials(const PrefillArgs& args, u32 range, u32 tile_begin, u32 place) {
-    const u32 second = prefill_range_begin(args, range) < tile_begin ? 1 : 0;
+    const u32 second = range_begin(args, range) < tile_begin ? 1 : 0;
     return args.partials + static_cast<u64>((second * args.ranges + range) * args.n_blocks + place) * (args.tile_rows / 16 * Partials::VECTORS * 256);
 }
 
@@ -103,8 +97,8 @@ struct PrefillScheduler {
     u32 tile, clusters, k_block, k_block_end;
 
     __device__ __forceinline__ PrefillScheduler(const PrefillArgs& args, u32 cluster, u32 count) : tile(cluster), clusters(count) {
-        k_block = cluster < args.ranges ? prefill_range_begin(args, cluster) : 0;
-        k_block_end = cluster < args.ranges ? prefill_range_begin(args, cluster + 1) : 0;
+        k_block = cluster < args.ranges ? range_begin(args, cluster) : 0;
+        k_block_end = cluster < args.ranges ? range_begin(args, cluster + 1) : 0;
     }
     __device__ __forceinline__ bool next(const PrefillArgs& args, PrefillWorkTile& work) {
         const u32 depth = args.in_features / BLOCK_K;

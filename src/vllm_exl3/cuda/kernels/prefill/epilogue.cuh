@@ -4,13 +4,10 @@
 // n tile), warp, lane, thread among them, and sync(). The block's transform takes a barrier and a trip through
 // shared memory: of a row's 128 channels a thread then holds 32.
 #pragma once
+#include "base/cp_async.cuh"
 #include "base/hadamard.cuh"
 #include "prefill/partials.cuh"
 #include "prefill/shape.cuh"
-
-__device__ __forceinline__ void copy_async(u32 target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
 
 // False for a cluster's blocks beyond the shard's last.
 template <class S>
@@ -23,10 +20,9 @@ __device__ __forceinline__ void fetch_scales(const PrefillArgs& args, Staging& s
                                              u32 thread, u32 threads) {
     const PrefillShard& shard = args.shards[shard_index];
     for (u32 i = thread; i < min(tokens, args.rows - first_row); i += threads)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&staging.descale[i])),
-                     "l"(args.scales + shard_index * args.rows + first_row + i) : "memory");
+        cp_async_4(shared_address(&staging.descale[i]), args.scales + shard_index * args.rows + first_row + i);
     if (n_block >= shard.out_features / HADAMARD_SIZE) return;
-    if (thread < HADAMARD_SIZE / 8) copy_async(shared_address(&staging.svh[8 * thread]), shard.svh + n_block * HADAMARD_SIZE + 8 * thread);
+    if (thread < HADAMARD_SIZE / 8) cp_async_16(shared_address(&staging.svh[8 * thread]), shard.svh + n_block * HADAMARD_SIZE + 8 * thread);
     if (args.bias == nullptr) return;
     for (u32 i = thread; i < HADAMARD_SIZE; i += threads) {
         const u32 kept = n_block * HADAMARD_SIZE + i - shard.crop_start;  // wraps below the crop: one comparison serves both finishes
@@ -235,7 +231,7 @@ __device__ __forceinline__ void finish_tile(const float (&sums)[S::TOKENS / 2], 
     const PrefillArgs& args = block.args;
     const PrefillShard& shard = args.shards[work.shard];
     const u32 n_block = S::N_BLOCKS * work.n_tile + block.place, first_row = work.row_tile * S::TOKENS;
-    asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
+    cp_async_wait_all();  // what fetch_scales started; others' is there after the next barrier
     if (!has_block<S>(args, work, block.place)) return;
     if (work.complete) finish_rows<S>(sums, block, shard, n_block, first_row, min(u32(S::TOKENS), args.rows - first_row));
     else store_partials<S>(sums, block, work);

@@ -5,6 +5,7 @@
 // Rounding sums to fp16, a 4096th of them, is one rounding more, as large as the rounding of activations; sums are bounded by the
 // length of their columns of weights and rows of activations, 2^24 at most.
 #pragma once
+#include "base/cp_async.cuh"
 #include "prefill/epilogue.cuh"
 #include "base/wgmma_shared.cuh"
 
@@ -61,7 +62,7 @@ struct HadamardEpilogue {
     __device__ __forceinline__ void run(const float (&sums)[TOKENS / 2], const Block& block, const PrefillShard& shard, u32 n_block, u32 first_row,
                                         u32 rows) const {
         const int lane = block.lane, g = lane >> 2, q = lane & 3;
-        asm volatile("cp.async.wait_all;" ::: "memory");  // what fetch_scales started; others' is there after the next barrier
+        cp_async_wait_all();  // what fetch_scales started; others' is there after the next barrier
         store_staged<0>(sums, halves + (2 * block.warp + (g >> 2)) * PITCH + 32 * q + 4 * (g & 3));
         fence_proxy_async();
         block.sync();

@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[TOKENS / 2], u32 (&a)
 
 template <class K>
 __device__ __forceinline__ void load_bytes_k_block(u32 (&words)[K::Window::words], const ByteBlock& block) {
-    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 8 * tile_bytes + WEIGHT_PAD;
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = 8 * tile_bytes + ROW_PAD;
     load_words<K::half_bits>(words, SharedWords{block.pipeline.stage + (block.lane & 3) * row_bytes + block.warp * tile_bytes}, block.lane);
 }
 

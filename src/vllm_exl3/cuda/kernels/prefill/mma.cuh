@@ -4,6 +4,7 @@
 // A block is 8 warps and one Hadamard block, a tile column a warp. All threads copy k blocks into the pipeline, all warps multiply
 // the same activations; one barrier a k block.
 #pragma once
+#include "base/cp_async.cuh"
 #include "base/mma.cuh"
 #include "prefill/epilogue.cuh"
 
@@ -20,7 +21,7 @@ struct MmaBlock {
 // The k blocks of a work tile on their way into the pipeline.
 template <class K, class S>
 struct MmaSource {
-    static constexpr u32 n_block_bytes = 8 * 4 * K::Window::tile_words, row_bytes = n_block_bytes + WEIGHT_PAD;
+    static constexpr u32 n_block_bytes = 8 * 4 * K::Window::tile_words, row_bytes = n_block_bytes + ROW_PAD;
     const u8* weights;      // of the k block that is copied next
     const u8* activations;
     u32 pitch;              // bytes from one k-tile row to the next
@@ -39,11 +40,11 @@ struct MmaSource {
 #pragma unroll
         for (u32 first = 0; first < 4 * per_row; first += PAIR_THREADS) {
             const u32 piece = first + block.thread, row = piece / per_row, at = piece % per_row * 16;
-            if (4 * per_row % PAIR_THREADS == 0 || piece < 4 * per_row) copy_async(target + row * row_bytes + at, weights + row * pitch + at);
+            if (4 * per_row % PAIR_THREADS == 0 || piece < 4 * per_row) cp_async_16(target + row * row_bytes + at, weights + row * pitch + at);
         }
 #pragma unroll
         for (u32 at = 0; at < S::activation_bytes; at += 16 * PAIR_THREADS)
-            copy_async(target + block.args.weight_bytes + at + 16 * block.thread, activations + at + 16 * block.thread);
+            cp_async_16(target + block.args.weight_bytes + at + 16 * block.thread, activations + at + 16 * block.thread);
         weights += 4 * pitch, activations += S::activation_bytes;
         index = index + 1 == block.args.stages ? 0 : index + 1;
     }
@@ -78,16 +79,16 @@ __device__ __forceinline__ void multiply_work(MmaBlock& block, const PrefillWork
     fetch_scales<S>(block, work);
     for (u32 k_block = 0; k_block + 1 < args.stages; ++k_block) {
         if (k_block < count) source.copy(block);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cp_async_commit();
     }
     u32 index = 0;
     for (u32 k_block = 0; k_block < count; ++k_block) {
-        if (args.stages == 2) asm volatile("cp.async.wait_group 0;" ::: "memory");
-        else if (args.stages == 3) asm volatile("cp.async.wait_group 1;" ::: "memory");
-        else asm volatile("cp.async.wait_group 2;" ::: "memory");
+        if (args.stages == 2) cp_async_wait<0>();
+        else if (args.stages == 3) cp_async_wait<1>();
+        else cp_async_wait<2>();
         __syncthreads();
         if (k_block + args.stages - 1 < count) source.copy(block);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cp_async_commit();
         const u32 at = block.pipeline + index * block.stride, activations = at + args.weight_bytes;
         index = index + 1 == args.stages ? 0 : index + 1;
         u32 words[K::Window::words];

@@ -44,7 +44,7 @@ struct KBlockLoader {
         const u32 n_block_bytes = 8 * 16 * shard.half_bits, blocks = shard.out_features / HADAMARD_SIZE;
         // Beyond the shard's last Hadamard block, a block of the cluster repeats it and a pair has nothing.
         const u32 block = min(S::N_BLOCKS * work.n_tile + S::PAIRS * rank, blocks - 1);
-        bytes = min(u32(S::PAIRS), blocks - block) * n_block_bytes, row_bytes = S::PAIRS * n_block_bytes + WEIGHT_PAD;
+        bytes = min(u32(S::PAIRS), blocks - block) * n_block_bytes, row_bytes = S::PAIRS * n_block_bytes + ROW_PAD;
         pitch = static_cast<u64>(blocks) * n_block_bytes;
         weights = reinterpret_cast<const u8*>(shard.trellis) + 4 * work.begin * pitch + block * n_block_bytes;
         weight_bytes = args.weight_bytes, offset = rank * multicast_bytes;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4],
 
 template <class K, int PAIRS>
 __device__ __forceinline__ void load_k_block(u32 (&words)[K::Window::words], const PrefillBlock& block) {
-    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = PAIRS * 8 * tile_bytes + WEIGHT_PAD;
+    constexpr u32 tile_bytes = 4 * K::Window::tile_words, row_bytes = PAIRS * 8 * tile_bytes + ROW_PAD;
     load_words<K::half_bits>(words, SharedWords{block.pipeline.stage + (block.lane & 3) * row_bytes + (PAIR_WARPS * block.pair + block.warp) * tile_bytes},
                              block.lane);
 }

@@ -3,6 +3,7 @@
 //
 // A block has a few whole rows, a thread one k block of one of them: it keeps it in registers, rotated, until the row's largest
 // magnitude is known. So x is read once.
+#include "base/cp_async.cuh"
 #include "base/hadamard.cuh"
 #include "prefill/row_slice.cuh"
 
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quant
     if (threadIdx.x < MOST_ROWS) largest[threadIdx.x] = 0;
     wait_on_dependent_grids();
     if (in_shared) load_rows_to_shared(args, rows);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    cp_async_wait_all();
     __syncthreads();
     const RowSlice slice(args, threadIdx.x);
     float v[BLOCK_K];

@@ -4,6 +4,7 @@
 //
 // Grid (split tiles × Hadamard blocks of an n tile, groups of 64 tokens of a tile). Threads have the sums that the threads of the
 // GEMM had.
+#include "base/cp_async.cuh"
 #include "prefill/epilogue.cuh"
 
 using FinishShape = Shape<64, 1, 1>;
@@ -26,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
     const u32 n_block = args.n_blocks * work.n_tile + place, row = work.row_tile * args.tile_rows + token;
     launch_dependent_grids();
     wait_on_dependent_grids();
-    u32 range = prefill_range_of_k_block(args, begin);
-    const u32 last = prefill_range_of_k_block(args, begin + depth - 1);
+    u32 range = range_of_k_block(args, begin);
+    const u32 last = range_of_k_block(args, begin + depth - 1);
     if (n_block >= shard.out_features / HADAMARD_SIZE || row >= args.rows || range == last) return;  // one range has finished its tile itself
     FinishBlock block{args, *reinterpret_cast<Staging*>(memory), int(threadIdx.x / 32), int(threadIdx.x & 31), int(threadIdx.x)};
     fetch_scales(args, block.staging, work.shard, n_block, row, FinishShape::TOKENS, threadIdx.x, PAIR_THREADS);
@@ -56,6 +57,6 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS, 2) exl3_prefill_finis
     float sums[FinishShape::TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < FinishShape::TOKENS / 2; ++i) sums[i] = Partials::whole(added[i]);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    cp_async_wait_all();
     finish_rows<FinishShape>(sums, block, shard, n_block, row, min(u32(FinishShape::TOKENS), args.rows - row));
 }

@@ -8,6 +8,7 @@
 // All of this comes behind the loop over work tiles: a branch in it that threads of a warp take differently costs the products
 // a twentieth, since addresses are no longer known to be the same for a warp.
 #pragma once
+#include "base/cp_async.cuh"
 #include "prefill/epilogue.cuh"
 
 constexpr u32 STEP_TOKENS = 16, MAX_SLICES = 16;  // tokens that slices are multiples of; slices of a tile
@@ -27,8 +28,8 @@ struct SplitTile {
         const u32 depth = args.in_features / BLOCK_K;
         shard = work.shard, n_tile = work.n_tile, row_tile = work.row_tile, split_tile = work.split_tile;
         rows = min(args.tile_rows, args.rows - row_tile * args.tile_rows);
-        begin = split_tile * depth, first = prefill_range_of_k_block(args, begin);
-        splits = prefill_range_of_k_block(args, begin + depth - 1) - first + 1, split = range - first;
+        begin = split_tile * depth, first = range_of_k_block(args, begin);
+        splits = range_of_k_block(args, begin + depth - 1) - first + 1, split = range - first;
         const u32 all = (rows + STEP_TOKENS - 1) / STEP_TOKENS, most = min(splits, MAX_SLICES);
         steps = (all + most - 1) / most, slices = (all + steps - 1) / steps;
     }
@@ -148,7 +149,7 @@ __device__ __forceinline__ void reduce_splits(Block& block) {
         if (i > 0 || !split_tiles.fetched) {
             block.sync();  // the scales that are there have been read
             fetch_scales(args, block.staging, tile.shard, n_block_of(tile), tile.row_tile * args.tile_rows, tile.rows, block.thread, PAIR_THREADS);
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            cp_async_wait_all();
         }
         if (block.thread == 0) tile.word = tile.slices_to_reduce(tile.arrivals(args, block.place));
         block.sync();

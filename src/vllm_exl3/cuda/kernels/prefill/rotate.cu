@@ -13,6 +13,7 @@
 //
 // What a row is scaled by depends on all of it, but is guessed from its first 128-block, with room for outliers 128 times as
 // large. The block (or cluster) learns the row's largest magnitude on the way; where the guess was no good it does its rows again.
+#include "base/cp_async.cuh"
 #include "base/barrier.cuh"
 #include "base/mma.cuh"
 #include "prefill/arguments.cuh"
@@ -112,7 +113,7 @@ struct Rotation {
     __device__ __forceinline__ void fetch_pair(u32 place, u32 block, u32 pair) const {
         const bool exists = row + 2 * pair < args.rows && HADAMARD_SIZE * block + column < args.in_width;
         const u32 target = place + 512 * pair + (put ^ (pair < 2 ? 0 : 64)), bytes = exists ? 16 : 0;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(x + 2 * HADAMARD_SIZE * block + 4 * pair * args.x_stride), "r"(bytes) : "memory");
+        cp_async_16(target, x + 2 * HADAMARD_SIZE * block + 4 * pair * args.x_stride, bytes);
     }
     __device__ __forceinline__ void fetch(u32 place, u32 block) const {
 #pragma unroll
@@ -200,21 +201,21 @@ __device__ __forceinline__ u32 rotate_blocks(const Rotation<TYPE>& rotation, u32
 #pragma unroll
     for (u32 i = 0; i < QUEUED; ++i) {
         if (first + i * step < blocks) rotation.fetch(queue + PLACE_BYTES * i, first + i * step);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cp_async_commit();
     }
     if (first < blocks) rotation.load_scales(scales, first);
     const float mine = scale();
     rotation.exchange(results, mine);
 #pragma unroll 1
     for (u32 block = first; block < blocks; block += step) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(QUEUED - 1) : "memory");
+        cp_async_wait<QUEUED - 1>();
         __syncwarp();  // other lanes' copies are there, too
         rotation.take(words, place);
         most = max(most, rotation.bound(words, scales));
         rotation.multiply(sums, words, scales, mine);
         __syncwarp();  // and nobody reads the place any more
         if (block + QUEUED * step < blocks) rotation.fetch(place, block + QUEUED * step);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cp_async_commit();
         place = place + PLACE_BYTES == queue + QUEUE_BYTES ? queue : place + PLACE_BYTES;
         if (block + step < blocks) rotation.load_scales(scales, block + step);
         rotation.finish(sums, block, results);
@@ -241,7 +242,7 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
     const u32 first_block = shared_address(largest) + LARGEST_BYTES + ARRIVED_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
     u32 lane = threadIdx.x & 31;
     for (u32 pair = warp; pair < ROWS / 2; pair += ROTATE_WARPS) Rotation<TYPE>(args, 0, first_row, lane).fetch_pair(first_block, 0, pair);
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    cp_async_commit();
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
         asm volatile("" : "+r"(lane));  // what follows from it is found again for every shard: registers could not hold it
@@ -251,7 +252,7 @@ __device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&large
             u32 words[4][4], scales[4][4];
             rotation.load_scales(scales, 0);
             if (s == 0) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(QUEUED) : "memory");
+                cp_async_wait<QUEUED>();
                 __syncthreads();  // all four pairs of rows are there
             }
             rotation.take(words, first_block);

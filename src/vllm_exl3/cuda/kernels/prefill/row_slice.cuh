@@ -1,6 +1,7 @@
 // The input side of prefill, a lane's part: 64 consecutive channels of one row, a k block, which is what lies together in the
 // result. Its neighbour has the other half of their 128-block: one step of the transform crosses lanes.
 #pragma once
+#include "base/cp_async.cuh"
 #include "prefill/arguments.cuh"
 
 constexpr u32 BLOCK_K_PITCH = 2 * BLOCK_K + 16;  // bytes of a row's k block in shared memory, padded against bank conflicts
@@ -87,7 +88,7 @@ struct RowSlice {
 __device__ __forceinline__ void load_suh_to_shared(const PrefillArgs& args, u32 shard, u8* suh) {
     const u16* from = args.shards[shard].suh;
     for (u32 i = threadIdx.x; i < args.in_features / 8; i += blockDim.x)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(suh + i / 8 * BLOCK_K_PITCH + i % 8 * 16)), "l"(from + 8 * i) : "memory");
+        cp_async_16(shared_address(suh + i / 8 * BLOCK_K_PITCH + i % 8 * 16), from + 8 * i);
 }
 
 // Starts to bring the block's rows to shared memory.
@@ -99,7 +100,7 @@ __device__ __forceinline__ void load_rows_to_shared(const PrefillArgs& args, u8*
         const u16* x = static_cast<const u16*>(args.x) + row * args.x_stride;
         for (u32 i = threadIdx.x; i < width; i += blockDim.x) {
             u8* to = rows + in_block * pitch + i / 8 * BLOCK_K_PITCH + i % 8 * 16;
-            if (8 * i < args.in_width) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(x + 8 * i) : "memory");
+            if (8 * i < args.in_width) cp_async_16(shared_address(to), x + 8 * i);
             else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         }
     }

@@ -3,9 +3,6 @@
 #include "base/fragments.cuh"
 #include "prefill/arguments.cuh"
 
-constexpr int PAIR_WARPS = 8, PAIR_THREADS = 32 * PAIR_WARPS;  // that hold one Hadamard block, a tile column a warp
-constexpr u32 WEIGHT_PAD = 32;  // bytes after each k-tile's row: makes the lanes' reads free of bank conflicts
-constexpr u32 OUTPUT_PITCH = HADAMARD_SIZE + 4;
 constexpr u32 BARRIER_BYTES = 512;
 
 // Tokens of a tile; pairs of warpgroups a block and blocks a cluster, which share the activations.

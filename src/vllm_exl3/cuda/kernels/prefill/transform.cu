@@ -4,6 +4,7 @@
 // A block has a few whole rows, since what a row is scaled by depends on all of it. They come to shared memory once and are
 // read twice, for the scale and to be rotated. A lane has 32 consecutive channels of a row, four neighbours a 128-block: with
 // 64, which need one exchange less, registers keep so few warps that nobody hides their latencies.
+#include "base/cp_async.cuh"
 #include "prefill/row_slice.cuh"
 #include "base/row_scale.cuh"
 
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) exl3_prefill_trans
     if (in_shared) load_rows_to_shared(args, rows, shared_pitch(args));
 #pragma unroll 1
     for (u32 s = 0; s < args.shard_count; ++s) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        cp_async_wait_all();
         __syncthreads();
         // All parts of a thread are of one row; a warp goes through its parts together.
         float most[4] = {};  // chains that do not wait for each other

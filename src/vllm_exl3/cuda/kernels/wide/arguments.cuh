@@ -6,11 +6,8 @@
 // sum. blockIdx.y is the tile of rows (tokens).
 #pragma once
 #include "base/launch.cuh"
-#include "base/types.cuh"
-
-constexpr int MAX_SHARDS = 8;
-constexpr int BLOCK_K = 64;
-constexpr int HADAMARD_SIZE = 128;
+#include "base/ranges.cuh"
+#include "base/shapes.cuh"
 
 struct ShardArgs {
     const u32* trellis;
@@ -62,11 +59,3 @@ struct LinearArgs {
 // Fragment order of the activations of one k block: eight 8×8 matrices of 16-byte rows; a row is one column of the MMA's B operand,
 // word q of it belongs to k-tile q of the k block.
 __device__ __forceinline__ u32 k_block_activation_bytes(u32 stored_rows) { return 8 * stored_rows * 16; }
-
-__device__ __forceinline__ u32 range_begin(const LinearArgs& args, u32 block) {
-    return block * args.range_k_blocks + min(block, args.longer_ranges);
-}
-__device__ __forceinline__ u32 block_of_k_block(const LinearArgs& args, u32 k_block) {
-    const u32 longer = args.longer_ranges * (args.range_k_blocks + 1);
-    return k_block < longer ? k_block / (args.range_k_blocks + 1) : args.longer_ranges + (k_block - longer) / args.range_k_blocks;
-}

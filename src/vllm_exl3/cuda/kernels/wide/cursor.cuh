@@ -3,7 +3,6 @@
 #include "wide/arguments.cuh"
 
 constexpr int HALF_TILES = 4;
-constexpr int ROW_PAD = 32;  // bytes after each k-tile's row: makes the lanes' reads free of bank conflicts
 
 // The k block that is fetched next, and where its bytes lie. Moving on inside an n tile is two additions.
 struct Cursor {

@@ -12,7 +12,7 @@ constexpr u32 staging_bytes() {
 template <int GROUPS>
 __device__ __forceinline__ bool add_blocks(float4 (&sums)[GROUPS], WideBlock& block, const WideWorkTile& work) {
     const LinearArgs& args = block.args;
-    const u32 first = block_of_k_block(args, work.n_tile_begin), last = block_of_k_block(args, work.n_tile_end - 1);
+    const u32 first = range_of_k_block(args, work.n_tile_begin), last = range_of_k_block(args, work.n_tile_end - 1);
     const auto partials = [&](u32 from) {  // a block shares at most the n tiles at its two ends
         const u32 second = range_begin(args, from) < work.n_tile_begin ? 1 : 0;
         return reinterpret_cast<float4*>(args.partials) + threadIdx.x +

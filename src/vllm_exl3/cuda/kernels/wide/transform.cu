@@ -3,10 +3,60 @@
 // Grid (parts, rows). Each of a row's `parts` blocks finds the row's scale by itself, which is cheaper than a second
 // launch, and then writes only its own part, in the fragment order of wide/arguments.cuh.
 #include "base/row_scale.cuh"
+#include "wide/arguments.cuh"
 
 constexpr int TRANSFORM_THREADS = 896;  // 28 warps hold 112 blocks: 14336 channels
 constexpr int TRANSFORM_WARPS = TRANSFORM_THREADS / 32;
 constexpr int HELD = 4;  // 128-blocks whose loads a warp overlaps
+
+// Up to HELD 128-blocks of a shard's rows, whose loads overlap. `place(i)` says which: {row, block, exists}.
+template <int HELD>
+struct Batch {
+    float v[HELD][4];  // the lane's channels 4·lane .. 4·lane+3
+
+    // x·suh, and with `rotate` H(x·suh) unscaled.
+    template <class Place>
+    __device__ __forceinline__ void load(const LinearArgs& args, const ShardArgs& shard, bool rotate, int lane, const Place& place) {
+        const bool fast = args.x_type != F32 && (args.in_width | args.x_stride) % 4 == 0 && reinterpret_cast<u64>(args.x) % 8 == 0;
+        uint2 scales[HELD], raw[HELD] = {};
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const auto at = place(i);
+            if (!at.exists) continue;
+            const u32 column = at.block * HADAMARD_SIZE + 4 * lane;
+            scales[i] = *reinterpret_cast<const uint2*>(shard.suh + column);
+            const u16* x = static_cast<const u16*>(args.x) + at.row * args.x_stride + column;
+            if (fast && column < args.in_width) raw[i] = *reinterpret_cast<const uint2*>(x);
+        }
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const auto at = place(i);
+            if (!at.exists) continue;
+            const u16 bits[4] = {u16(raw[i].x), u16(raw[i].x >> 16), u16(raw[i].y), u16(raw[i].y >> 16)};
+            const u16 suh[4] = {u16(scales[i].x), u16(scales[i].x >> 16), u16(scales[i].y), u16(scales[i].y >> 16)};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                v[i][j] = args.x_type == F16 ? half_to_float(bits[j]) : __uint_as_float(u32(bits[j]) << 16);
+            if (!fast) load_any(v[i], args, at.row, at.block * HADAMARD_SIZE + 4 * lane);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[i][j] *= half_to_float(suh[j]);
+            if (rotate) hadamard128(v[i], lane);
+        }
+    }
+
+private:
+    // Any dtype, alignment and width.
+    static __device__ __forceinline__ void load_any(float (&v)[4], const LinearArgs& args, u32 row, u32 column) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            v[j] = column + j < args.in_width ? load_element(args.x, row * args.x_stride + column + j, args.x_type) : 0.0f;
+    }
+};
+
+struct BatchPlace {
+    u32 row, block;
+    bool exists;
+};
 
 // Stores the four values of a lane (k = 4·lane .. 4·lane+3 of a 128-block) in fragment order.
 __device__ __forceinline__ void store_values(const float (&v)[4], float factor, u8* k_block, u32 stored_rows, u32 token, int lane) {

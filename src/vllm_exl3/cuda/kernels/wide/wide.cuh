@@ -15,9 +15,6 @@
 #include "base/wgmma.cuh"
 
 constexpr int WIDE_THREADS = 512;
-constexpr int PAIR_THREADS = WIDE_THREADS / 2;
-constexpr int PAIR_WARPS = PAIR_THREADS / 32;
-constexpr u32 OUTPUT_PITCH = HADAMARD_SIZE + 4;
 
 // The block's pipeline of k blocks.
 struct WidePipeline {
