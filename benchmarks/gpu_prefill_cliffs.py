@@ -21,8 +21,8 @@ _CYCLES_A_MICROSECOND = 1500.0
 def used(shard: Shard, rows: int, limits: GpuLimits) -> tuple[str, list[Instance]]:
     """What serves a number of tokens: its name, and its kernels."""
     layer, width = (shard,), shard.in_features
-    if (chosen := gemm.choose(layer, rows, limits)) is not None:
-        multiplied = plan_gemm(layer, rows, width, limits, int8=chosen is not gemm.gemm)
+    if (int8 := gemm.choose(layer, rows, limits)) is not None:
+        multiplied = plan_gemm(layer, rows, width, limits, int8=int8)
         tokens = PrefillArgs.from_buffer_copy(multiplied.arguments).tile_rows
         return f"gemm{tokens}", [multiplied.transform.instance, multiplied.instance]
     if not prefill.serves(layer, rows, limits):

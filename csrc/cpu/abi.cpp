@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "../cuda/launch.h"
 #include "decode.h"
 #include "encode.h"
 #include "format.h"
@@ -138,4 +139,16 @@ int exl3_gather_rows(const exl3_row_call* call) {
         if (call->ids[i] < 0 || call->ids[i] > LAST_ID) return BAD_ID;
     }
     return guarded([&] { exl3::gather_rows(*call); });
+}
+
+void exl3_set_driver(void* launch_kernel, void* get_context, void* push_context, void* pop_context) {
+    exl3::set_driver(launch_kernel, get_context, push_context, pop_context);
+}
+
+int exl3_launch(const exl3_program* program, uint64_t x, uint64_t out, uint64_t trellis, uint64_t suh, uint64_t svh,
+                uint64_t bias, uint64_t scratch, uint64_t counters, uint64_t x_stride, uint64_t out_stride,
+                void* stream) {
+    const uint64_t values[EXL3_VALUE_COUNT] = {x,    out,     trellis,  suh,      svh,
+                                               bias, scratch, counters, x_stride, out_stride};
+    return exl3::launch(*program, values, stream);
 }

@@ -14,7 +14,7 @@
 #endif
 
 // Raised whenever a function or a structure changes; the Python side refuses another number.
-#define EXL3_ABI_VERSION 3
+#define EXL3_ABI_VERSION 4
 
 // One trellis of a fused layer (vllm_exl3.ops.shards.Shard). Shards lie back to back in the flat
 // trellis (16·K int16 a tile), suh and svh.
@@ -74,3 +74,36 @@ struct exl3_row_call {
 };
 
 EXL3_API int exl3_gather_rows(const exl3_row_call* call);
+
+// Launches of CUDA kernels (csrc/cuda). One structure of arguments serves all kernels of a program; what differs from call to call is
+// written into a copy of it.
+#define EXL3_ARGUMENT_BYTES 4096  // at most
+#define EXL3_VALUE_COUNT 10       // x, out, trellis, suh, svh, bias, scratch, counters; strides of x and out in elements
+
+// The eight bytes at `at` become the call's value of that number plus `addend`.
+struct exl3_patch {
+    uint32_t at, value;
+    uint64_t addend;
+};
+
+struct exl3_kernel {
+    void* function;  // CUfunction
+    uint32_t grid_x, grid_y, threads, shared_bytes;
+    uint32_t cluster;    // blocks in x of a thread block cluster; 1: none
+    uint32_t dependent;  // whether it may start before the kernel ahead in the stream has finished
+};
+
+struct exl3_program {
+    const void* arguments;
+    const exl3_patch* patches;
+    const exl3_kernel* kernels;
+    void* context;  // CUcontext of the functions
+    uint32_t argument_bytes, patch_count, kernel_count, padding;
+};
+
+// The addresses of cuLaunchKernelEx, cuCtxGetCurrent, cuCtxPushCurrent and cuCtxPopCurrent.
+EXL3_API void exl3_set_driver(void* launch_kernel, void* get_context, void* push_context, void* pop_context);
+// Launches a program's kernels one after the other. Returns the driver's status, which exl3_error_text does not know.
+EXL3_API int exl3_launch(const exl3_program* program, uint64_t x, uint64_t out, uint64_t trellis, uint64_t suh,
+                         uint64_t svh, uint64_t bias, uint64_t scratch, uint64_t counters, uint64_t x_stride,
+                         uint64_t out_stride, void* stream);

@@ -1,5 +1,6 @@
 """Every environment variable this package reads, with its type, default and meaning; all are called ``VLLM_EXL3_*``."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -323,7 +324,12 @@ def _require_decode_path() -> None:
 
 def batch_invariant() -> bool:
     """Whether vLLM was asked for results that do not depend on the batch (its own variable)."""
-    text = os.environ.get("VLLM_BATCH_INVARIANT", "0").strip().lower()
+    return _is_yes(os.environ.get("VLLM_BATCH_INVARIANT", "0"))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_yes(text: str) -> bool:
+    text = text.strip().lower()
     try:
         return bool(int(text))  # as vLLM reads it, to which 2 is yes
     except ValueError:

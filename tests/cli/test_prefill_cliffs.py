@@ -59,5 +59,5 @@ def test_every_number_of_tokens_is_named_for_the_kernel_that_serves_it(shape: tu
             form = linear.choose_form((shard,), rows, H200)
             assert name == form.name
             assert kernels == linear.plan((shard,), rows, shape[0], form, H200).instances
-    assert (used(shard, 24, H200)[0] == NARROW_32.name) == (shape == (4096, 4096))
+    assert (used(shard, 20, H200)[0] == NARROW_32.name) == (shape == (4096, 4096))
     assert {16, 17} <= set(counts_around(shard, H200))

@@ -1,6 +1,5 @@
 """Which kernel serves how many tokens of a layer where the GEMM for up to 128 tokens is one of them."""
 
-import functools
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 from vllm_exl3.cuda import dispatch, gemm, linear, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES
 from vllm_exl3.cuda.gemm_plan import MOST_OF_TWO_KINDS, GemmPartition, k_blocks, plan_gemm
-from vllm_exl3.cuda.geometry import Form, GpuLimits
+from vllm_exl3.cuda.geometry import Arithmetic, Form, GpuLimits, LinearPlan
 from vllm_exl3.cuda.narrow_partition import NarrowPartition
+from vllm_exl3.cuda.prefill_plan import INT8_FINISH
 from vllm_exl3.cuda.survey import every_kind, typical_limits
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -24,9 +24,9 @@ MUL1, MCG = (8, int(Codebook.MUL1)), (8, int(Codebook.MCG))
 def _as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_EXL3_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    linear._select_kernel.cache_clear()
+    linear._steps.cache_clear()
     yield
-    linear._select_kernel.cache_clear()
+    linear._steps.cache_clear()
 
 
 def _layer(width: int, height: int, *kinds: tuple[int, int]) -> tuple[Shard, ...]:
@@ -35,11 +35,17 @@ def _layer(width: int, height: int, *kinds: tuple[int, int]) -> tuple[Shard, ...
 
 def _selected(
     shards: tuple[Shard, ...], rows: int, form: Form | None = None, partition: NarrowPartition | None = None
-) -> object:
-    linear._select_kernel.cache_clear()
+) -> str:
+    """The kernel that serves a call: gemm, prefill, each with int8 products or not, or launches of another."""
+    linear._steps.cache_clear()
     settings = (linear.env.batch_invariant(), linear.env.PRECISION.get())
-    selected = linear._select_kernel(shards, rows, shards[0].in_features, H200, settings, form, partition, None)
-    return "launches" if isinstance(selected, tuple) else selected
+    step = linear._steps(shards, rows, shards[0].in_features, H200, settings, form, partition, None)[0]
+    if isinstance(step.plan, LinearPlan):
+        return "launches"
+    if step.plan.instance.source != "gemm/gemm.cu":
+        return "prefill int8" if step.finish is INT8_FINISH else "prefill"
+    (_, kinds) = step.plan.instance.macros[1]
+    return "gemm int8" if kinds.endswith(f", {int(Arithmetic.BYTE)}>") else "gemm"
 
 
 SHAPES = ((1024, 1024), (4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672))
@@ -82,16 +88,16 @@ def test_each_number_of_tokens_has_the_kernel_of_the_table(
     served = of_the_table[: max(0, limit - of_the_table.start)]
     assert gemm.served_rows(layer, H200, int8=False) == served
     for rows in range(1, 140):
-        expected: object = prefill.prefill if prefill.serves(layer, rows, H200) else "launches"
-        assert _selected(layer, rows) == (gemm.gemm if rows in served else expected), rows
-    assert _selected(layer, 1000) is prefill.prefill
+        expected = "prefill" if prefill.serves(layer, rows, H200) else "launches"
+        assert _selected(layer, rows) == ("gemm" if rows in served else expected), rows
+    assert _selected(layer, 1000) == "prefill"
 
 
 def test_what_the_table_gives_to_the_gemm_it_serves() -> None:
     """So that the tests above are about something: the large layer at 32 tokens, in both classes of codebooks."""
     for kind in (MUL1, MCG):
-        assert _selected(_layer(8192, 28672, kind), 32) is gemm.gemm
-        assert _selected(_layer(8192, 28672, kind), 129) is prefill.prefill
+        assert _selected(_layer(8192, 28672, kind), 32) == "gemm"
+        assert _selected(_layer(8192, 28672, kind), 129) == "prefill"
         assert _selected(_layer(8192, 28672, kind), 8) == "launches"
 
 
@@ -110,12 +116,6 @@ def test_batch_invariance_leaves_the_gemm_out(monkeypatch: pytest.MonkeyPatch, r
     assert gemm.instances(layer, H200) == [] and gemm.choose(layer, rows, H200) is None
 
 
-def _is_int8(selected: object) -> bool:
-    return (
-        isinstance(selected, functools.partial) and selected.func is gemm.gemm and selected.keywords == {"int8": True}
-    )
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fast_mode_has_its_own_table(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     layer, coarse = _layer(*shape, MUL1), _layer(*shape, (10, 2))
@@ -127,12 +127,12 @@ def test_fast_mode_has_its_own_table(monkeypatch: pytest.MonkeyPatch, shape: tup
         if rows <= dispatch.FAST_TOKENS:
             assert selected == "launches" and linear.choose_form(layer, rows, H200).fast == (rows > 4)
         elif prefill_int8.serves(layer, rows, H200):
-            assert selected is prefill_int8.prefill_int8
+            assert selected == "prefill int8"
         elif rows in served:
-            assert _is_int8(selected)
+            assert selected == "gemm int8"
         else:
             assert selected == before
-    assert not any(_is_int8(_selected(other, 32)) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
+    assert all("int8" not in _selected(other, 32) for other in (coarse, _layer(*shape, MCG), _layer(*shape, MUL1, MCG)))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert _selected(layer, 32) == "launches"
 
@@ -141,9 +141,9 @@ def test_fast_mode_of_few_tokens_is_asked_before_the_gemm(monkeypatch: pytest.Mo
     """Whatever the default's table says of so few."""
     monkeypatch.setattr(gemm, "served_rows", lambda *_, int8: range(0) if int8 else range(1, 129))
     layer = _layer(8192, 28672, MUL1)
-    assert _selected(layer, 8) is gemm.gemm
+    assert _selected(layer, 8) == "gemm"
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
-    assert _selected(layer, 8) == "launches" and _selected(layer, 9) is gemm.gemm
+    assert _selected(layer, 8) == "launches" and _selected(layer, 9) == "gemm"
 
 
 def test_shards_of_different_widths_are_never_one_product() -> None:
@@ -165,8 +165,8 @@ def test_what_serves_was_compiled_while_the_model_loaded(
         layer, served = _layer(*shape, *kinds), set()
         ready = set(gemm.instances(layer, limits))
         for rows in range(1, 140):
-            if (chosen := gemm.choose(layer, rows, limits)) is not None:
-                plan = plan_gemm(layer, rows, shape[0], limits, int8=chosen is not gemm.gemm)
+            if (int8 := gemm.choose(layer, rows, limits)) is not None:
+                plan = plan_gemm(layer, rows, shape[0], limits, int8=int8)
                 served |= {plan.instance, plan.transform.instance}
         assert served <= ready and bool(served) == bool(ready)
 

@@ -34,6 +34,7 @@ class NotingDevice:
     limits: GpuLimits = field(default_factory=lambda: GpuLimits("sm_90a", 132, 232448))
     launches: list[Noted] = field(default_factory=list)
     label: str = ""
+    launcher: None = None  # so that what a launch is passed can be noted
 
     def counters(self, stream: int, count: int) -> int:
         return 4096
@@ -57,9 +58,9 @@ def device(
 ) -> Iterator[NotingDevice]:
     for name in ("VLLM_BATCH_INVARIANT", "VLLM_EXL3_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    linear._select_kernel.cache_clear()
+    linear._steps.cache_clear()
     yield in_place_of_the_device(NotingDevice())
-    linear._select_kernel.cache_clear()
+    linear._steps.cache_clear()
 
 
 def call(
@@ -128,11 +129,10 @@ def test_windows_follow_one_another(device: NotingDevice, monkeypatch: pytest.Mo
 def test_a_launch_without_scratch_has_no_more_row_tiles_than_a_grid_takes() -> None:
     shards, limits = (Shard(8, 2, 4096, 4096, 0, 4096),), GpuLimits("sm_100a", 148, 232448, ((2, 74), (4, 36), (8, 16)))
     assert linear.plan(shards, 16, 4096, Form(False, 16), limits).scratch == 0  # a cluster's sums stay in its memory
-    (whole, _), (rest, launch) = linear._select_kernel(
-        shards, 1 << 20, 4096, limits, (True, "default"), Form(False, 16), None, None
-    )
-    assert (whole.start, whole.stop, rest.start) == (0, 65535 * 16, 65535 * 16)
-    assert launch.grid[1] == 1
+    settings = (True, "default")
+    whole, rest = linear._steps(shards, 1 << 20, 4096, limits, settings, Form(False, 16), None, None)
+    assert (whole.rows, rest.rows) == (slice(0, 65535 * 16), slice(65535 * 16, 2 * 65535 * 16))
+    assert rest.plan.grid == (rest.plan.grid[0], 1)
 
 
 def test_a_call_like_an_earlier_one_decides_nothing_again(
@@ -169,11 +169,10 @@ def test_the_environment_counts_at_every_call(
     assert kernels[usual:-usual] and set(kernels[usual:-usual]).isdisjoint(kernels[:usual])
 
 
-def test_prompts_go_to_their_own_kernel(device: NotingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[int] = []
-    monkeypatch.setattr(linear.prefill, "prefill", lambda x, *_: served.append(x.shape[0]))
+def test_prompts_go_to_their_own_kernel(device: NotingDevice) -> None:
     call(300)
-    assert served == [300] and not device.launches
+    assert [launch.rows for launch in device.launches] == [300, 300]
+    assert all("prefill" in launch.kernel for launch in device.launches)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ __all__ = [
     "use_openmp",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """The ``EXL3_ABI_VERSION`` that this code speaks."""
 
 _NAME = "libvllm_exl3_cpu"
@@ -175,4 +175,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
     ]
     loaded.exl3_hadamard.argtypes = [pointer, long, integer]
     loaded.exl3_gather_rows.argtypes = [ctypes.POINTER(RowCall)]
+    loaded.exl3_set_driver.argtypes = [pointer] * 4
+    loaded.exl3_set_driver.restype = None
+    loaded.exl3_launch.argtypes = [pointer, *[ctypes.c_uint64] * 10, pointer]
     loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]

@@ -5,7 +5,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DriverError", "Kernel", "load_kernel", "zeroed_memory"]
+from vllm_exl3.cpu import library
+
+__all__ = ["DriverError", "Kernel", "find_launcher", "load_kernel", "zeroed_memory"]
 
 
 class DriverError(RuntimeError):
@@ -180,3 +182,22 @@ def zeroed_memory(size: int) -> int:
     (status,) = driver.cuCtxSynchronize()
     _check(status, "clearing memory")
     return int(address)
+
+
+_LAUNCHER_FUNCTIONS = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
+"""What ``exl3_set_driver`` of the C++ library takes, under the names that the driver exports."""
+
+
+@functools.lru_cache(maxsize=1)
+def find_launcher() -> ctypes.CDLL | None:
+    """The C++ library, knowing the driver's functions; None where it was not built, or the driver is too old."""
+    if library.unavailable() is not None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        functions = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in _LAUNCHER_FUNCTIONS]
+    except (OSError, AttributeError):  # a driver before CUDA 11.8, or none
+        return None
+    loaded = library.library()
+    loaded.exl3_set_driver(*functions)
+    return loaded

@@ -1,12 +1,11 @@
 """The linear op for up to 128 tokens on Hopper: one kernel rotates the input, one multiplies it by decoded weights."""
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from vllm_exl3 import env
-from vllm_exl3.cuda import dispatch, prefill, prefill_int8, runtime
+from vllm_exl3.cuda import dispatch, prefill_int8, runtime
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.gemm_plan import (
     GEMM_TILES,
@@ -18,6 +17,7 @@ from vllm_exl3.cuda.gemm_plan import (
     refusal,
 )
 from vllm_exl3.cuda.geometry import GpuLimits
+from vllm_exl3.cuda.launch import launch_kernels
 from vllm_exl3.ops.shards import Shard
 
 __all__ = ["choose", "gemm", "instances", "served_rows"]
@@ -33,24 +33,24 @@ def served_rows(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool) -> 
     return rows if len(kinds) == 1 else range(rows.start, min(rows.stop, MOST_OF_TWO_KINDS + 1))
 
 
-def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Callable[..., None] | None:
-    """`gemm` with the arithmetic that is wanted, or None where other kernels serve ``rows`` tokens."""
+def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool | None:
+    """Whether this kernel serves ``rows`` tokens with int8 products; None where other kernels serve them."""
     if env.batch_invariant():
         return None
     if prefill_int8.fast(shards):
         if rows in served_rows(shards, limits, int8=True):
-            return functools.partial(gemm, int8=True)
+            return True
         if rows <= dispatch.FAST_TOKENS:
             return None
-    return gemm if rows in served_rows(shards, limits, int8=False) else None
+    return False if rows in served_rows(shards, limits, int8=False) else None
 
 
 def instances(shards: tuple[Shard, ...], limits: GpuLimits) -> list[Instance]:
     """The kernels that `gemm` uses for a fused linear, for any number of tokens that it serves."""
     found: dict[Instance, None] = {}
     for rows in range(1, max(*GEMM_TILES, *INT8_GEMM_TILES) + 1):
-        if (chosen := choose(shards, rows, limits)) is not None:
-            plan = plan_gemm(shards, rows, shards[0].in_features, limits, int8=chosen is not gemm)
+        if (int8 := choose(shards, rows, limits)) is not None:
+            plan = plan_gemm(shards, rows, shards[0].in_features, limits, int8=int8)
             found |= dict.fromkeys((plan.transform.instance, plan.instance))
     return list(found)
 
@@ -85,4 +85,4 @@ def gemm(
     """
     device = runtime.device(x.device.index)
     plan = plan_gemm(shards, x.shape[0], x.shape[1], device.limits, partition, int8=int8)
-    prefill.launch(device, plan, x, trellis, suh, svh, bias, out)
+    launch_kernels(device, plan, x, trellis, suh, svh, bias, out)

@@ -1,15 +1,17 @@
 """The linear op on CUDA: one or two launches for what one tile of tokens holds, and no host wait."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from vllm_exl3 import env
-from vllm_exl3.cuda import dispatch, gemm, prefill, prefill_int8, runtime
-from vllm_exl3.cuda.binding import bind, check_bias, check_flat, flat_sizes
+from vllm_exl3.cuda import dispatch, gemm, launch, prefill, prefill_int8, runtime
+from vllm_exl3.cuda.binding import check_bias, check_flat, flat_sizes
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.gemm_plan import plan_gemm
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan
+from vllm_exl3.cuda.launch import Step
 from vllm_exl3.cuda.narrow import NARROW_32, plan_narrow, serves_narrow_32
 from vllm_exl3.cuda.narrow_partition import NarrowPartition
 from vllm_exl3.cuda.wide import plan_wide
@@ -108,27 +110,13 @@ def _linear_group(
     rotated: bool | None,
 ) -> None:
     device = runtime.device(x.device.index)
-    selected = _select_kernel(
-        shards,
-        x.shape[0],
-        x.shape[1],
-        device.limits,
-        (env.batch_invariant(), env.PRECISION.get()),
-        form,
-        partition,
-        rotated,
-    )
-    if not isinstance(selected, tuple):
-        selected(x, trellis, suh, svh, bias, shards, out)
-    elif len(selected) == 1:  # a slice of everything takes as long as a launch
-        _launch(device, selected[0][1], x, trellis, suh, svh, bias, out)
-    else:
-        for rows, launch in selected:
-            _launch(device, launch, x[rows], trellis, suh, svh, bias, out[rows])
+    settings = (env.batch_invariant(), env.PRECISION.get())
+    steps = _steps(shards, x.shape[0], x.shape[1], device.limits, settings, form, partition, rotated)
+    launch.run(steps, device, x, trellis, suh, svh, bias, out)
 
 
 @functools.lru_cache(maxsize=4096)
-def _select_kernel(
+def _steps(
     shards: tuple[Shard, ...],
     rows: int,
     in_width: int,
@@ -137,8 +125,8 @@ def _select_kernel(
     form: Form | None,
     partition: NarrowPartition | None,
     rotated: bool | None,
-) -> Callable[..., None] | tuple[tuple[slice, LinearPlan], ...]:
-    """The GEMM or a prefill kernel, or which rows each launch serves; kept, since eager mode asks in every call.
+) -> tuple[Step, ...]:
+    """The launches that serve a call, each of some rows; cached, since eager mode looks them up in every call.
 
     Args:
         shards: as `linear` has them.
@@ -152,15 +140,17 @@ def _select_kernel(
     """
     if form is None and partition is None:
         if prefill_int8.serves(shards, rows, limits):
-            return prefill_int8.prefill_int8
-        if (chosen := gemm.choose(shards, rows, limits)) is not None:
-            return chosen
+            return prefill.steps(shards, rows, in_width, limits, int8=True)
+        if (int8 := gemm.choose(shards, rows, limits)) is not None:
+            return (Step(None, plan_gemm(shards, rows, in_width, limits, int8=int8)),)
         if prefill.serves(shards, rows, limits):
-            return prefill.prefill
+            return prefill.steps(shards, rows, in_width, limits)
     form = form or choose_form(shards, rows, limits)
     window = _window_rows(shards, in_width, form, limits)
+    if window >= rows:  # a slice of everything takes as long as a launch
+        return (Step(None, plan(shards, rows, in_width, form, limits, partition, rotated)),)
     return tuple(
-        (
+        Step(
             slice(first, first + window),
             plan(shards, min(window, rows - first), in_width, form, limits, partition, rotated),
         )
@@ -196,36 +186,6 @@ def _window_rows(shards: tuple[Shard, ...], in_width: int, form: Form, limits: G
     """Rows of one launch, a whole number of tiles."""
     tile = plan(shards, form.tile_rows, in_width, form, limits)
     return form.tile_rows * min(_MOST_TILES, max(1, _WINDOW_BYTES // max(1, tile.scratch)))
-
-
-def _launch(
-    device: runtime.Device,
-    plan: LinearPlan,
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only
-    # after everything ahead of them has finished. So any number of streams and captured graphs may run at once.
-    stream = runtime.current_stream(x.device.index)
-    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
-    arguments = plan.arguments_type.from_buffer_copy(plan.arguments)
-    if plan.counters:
-        arguments.counters = device.counters(stream, plan.counters)
-    elif "counters" in plan.scratch_parts and plan.transform is None:  # which would clear them
-        scratch[plan.scratch_parts["counters"] :].zero_()
-    bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    dependent = device.limits.dependent_launch
-    if plan.transform is not None:
-        device.kernel(plan.transform.instance).launch(
-            plan.transform.grid, plan.transform.threads, plan.transform.shared, stream, [arguments], dependent
-        )
-    gemm = device.kernel(plan.instance)
-    gemm.allow_shared(plan.shared)
-    gemm.launch(plan.grid, plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
 
 
 EVERY_FORM = (1, 4, 5, 8, 9, 16, 17, 32, 33, 65)

@@ -6,27 +6,21 @@ import torch
 
 from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, runtime
-from vllm_exl3.cuda.binding import bind
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import BLOCK_K, GpuLimits, round_up
+from vllm_exl3.cuda.launch import Step, launch_kernels
 from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import (
     FINISH,
-    FINISH_SHARED,
     INT8_FINISH,
     MMA_TILES,
     TILES,
-    GemmPlan,
-    PrefillArgs,
     plan_prefill,
 )
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
-__all__ = ["instances", "launch", "prefill", "serves", "window_rows"]
-
-_FINISH_THREADS = constants("prefill/shape.cuh")["PAIR_THREADS"]
+__all__ = ["instances", "prefill", "serves", "steps", "window_rows"]
 
 _LARGE_K_BLOCKS = 80
 """K blocks of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
@@ -115,41 +109,29 @@ def prefill(
         int8: round weights and rotated inputs, of shards that `prefill_int8.refusal` does not refuse.
     """
     device = runtime.device(x.device.index)
-    step = window_rows(shards, x.shape[0], int8=int8)
-    for first in range(0, x.shape[0], step):
-        part = x[first : first + step]
-        plan = plan_prefill(shards, part.shape[0], x.shape[1], limits or device.limits, tokens, ranges, int8=int8)
-        launch(device, plan, part, trellis, suh, svh, bias, out[first : first + step], INT8_FINISH if int8 else FINISH)
+    for step in steps(shards, x.shape[0], x.shape[1], limits or device.limits, tokens, ranges, int8=int8):
+        rows = step.rows or slice(None)
+        launch_kernels(device, step.plan, x[rows], trellis, suh, svh, bias, out[rows], step.finish)
 
 
-def _in_vectors(x: torch.Tensor) -> bool:
-    """Whether rows are of 16-bit elements in whole vectors of 16 bytes, as prefill/rotate.cu loads them."""
-    return x.element_size() == 2 and x.data_ptr() % 16 == 0 and (x.stride(0) | x.shape[1]) % 8 == 0
-
-
-def launch(
-    device: runtime.Device,
-    plan: GemmPlan,
-    x: torch.Tensor,
-    trellis: torch.Tensor,
-    suh: torch.Tensor,
-    svh: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    finish: Instance = FINISH,
-) -> None:
-    """Launch the kernels of a plan; arguments as `prefill` takes them."""
-    stream = runtime.current_stream(x.device.index)
-    scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=x.device)
-    arguments = PrefillArgs.from_buffer_copy(plan.arguments)
-    bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
-    dependent = device.limits.dependent_launch
-    chosen = plan.rotation if plan.rotation is not None and _in_vectors(x) else plan.transform
-    rotate = device.kernel(chosen.instance)
-    rotate.allow_shared(chosen.shared)
-    rotate.launch(chosen.grid, chosen.threads, chosen.shared, stream, [arguments], dependent, chosen.cluster)
-    gemm = device.kernel(plan.instance)
-    gemm.allow_shared(plan.shared)
-    gemm.launch((plan.grid, 1), plan.threads, plan.shared, stream, [arguments], dependent, plan.cluster)
-    if plan.finish is not None:
-        device.kernel(finish).launch(plan.finish, _FINISH_THREADS, FINISH_SHARED, stream, [arguments], dependent)
+def steps(
+    shards: tuple[Shard, ...],
+    rows: int,
+    in_width: int,
+    limits: GpuLimits,
+    tokens: int | None = None,
+    ranges: int | None = None,
+    *,
+    int8: bool = False,
+) -> tuple[Step, ...]:
+    """The launches that serve ``rows`` tokens; arguments as `prefill` has them."""
+    window = window_rows(shards, rows, int8=int8)
+    finish = INT8_FINISH if int8 else FINISH
+    return tuple(
+        Step(
+            None if window >= rows else slice(first, first + window),
+            plan_prefill(shards, min(window, rows - first), in_width, limits, tokens, ranges, int8=int8),
+            finish,
+        )
+        for first in range(0, rows, window)
+    )

@@ -13,7 +13,7 @@ import torch
 from vllm_exl3 import env
 from vllm_exl3.cuda.cache import CubinCache, default_folder
 from vllm_exl3.cuda.compiler import Instance, compile_instance, fingerprint
-from vllm_exl3.cuda.driver import Kernel, load_kernel, zeroed_memory
+from vllm_exl3.cuda.driver import Kernel, find_launcher, load_kernel, zeroed_memory
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.wide import TRANSFORM
 from vllm_exl3.processors import allowed
@@ -138,6 +138,7 @@ class Device:
             multiprocessors=properties.multi_processor_count,
             shared_memory=properties.shared_memory_per_block_optin,
         )
+        self.launcher = find_launcher()
         self._cache = CubinCache(cache_folder())
         self._kernels: dict[Instance, Kernel] = {}
         self._lock = threading.Lock()
