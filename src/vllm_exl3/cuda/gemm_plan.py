@@ -217,7 +217,7 @@ def plan_gemm(
     _check_partition(partition, arguments.n_tiles, depth)
     range_k_blocks, longer_ranges = divmod(arguments.n_tiles * depth, partition.blocks)
 
-    transform = plan_few_rows(rows, in_features, int8=int8)
+    transform = plan_few_rows(rows, in_features, len(shards), int8=int8)
     offset_parts = transform.cluster if transform else depth
     transform = transform or plan_transform(rows, in_features, limits)  # refused for int8
     activation_bytes = tokens * _BLOCK_K * (1 if int8 else 2)

@@ -144,8 +144,8 @@ MOST_FEW_IN = _FEW_WARPS * _FEW_CLUSTERS[-1] * _FEW_TRANSFORMS[-1] * BLOCK
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_few_rows(rows: int, in_features: int, *, int8: bool = False) -> InputLaunch | None:
-    """Divide few rows among the clusters of `ROTATE_FEW`, one a row; None above `MOST_FEW_IN` channels.
+def plan_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = False) -> InputLaunch | None:
+    """Divide few rows among the clusters of `ROTATE_FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
 
     A warp has one 128-block where a cluster may have so many blocks: what counts is how long the last block takes
     (docs/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
@@ -155,7 +155,7 @@ def plan_few_rows(rows: int, in_features: int, *, int8: bool = False) -> InputLa
     needed = {cluster_size: -(-in_features // BLOCK // (_FEW_WARPS * cluster_size)) for cluster_size in _FEW_CLUSTERS}
     cluster_size = next((few for few in _FEW_CLUSTERS if needed[few] <= 1), _FEW_CLUSTERS[-1])
     transforms = next(count for count in _FEW_TRANSFORMS if count >= needed[cluster_size])
-    return InputLaunch(ROTATE_FEW[transforms, int8], 1, (rows * cluster_size, 1), 32 * _FEW_WARPS, 0, cluster_size)
+    return InputLaunch(ROTATE_FEW[transforms, int8], 1, (rows * cluster_size, shards), 32 * _FEW_WARPS, 0, cluster_size)
 
 
 def input_instances(limits: GpuLimits) -> list[Instance]:

@@ -133,7 +133,7 @@ namespace four {
 // With one 128-block a warp, or four, or one that is rounded to int8.
 extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes) {
     cluster_size = args->cluster_size;
-    launch(args->rows, 1, 256 * cluster_size, SHARED_BYTES, [=] {
+    launch(args->rows, args->shard_count, 256 * cluster_size, SHARED_BYTES, [=] {
         if (to_bytes) bytes::rotate_bytes(*args);
         else if (transforms == 1) one::rotate_one(*args);
         else four::rotate_four(*args);

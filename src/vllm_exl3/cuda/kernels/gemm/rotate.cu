@@ -12,27 +12,27 @@
 
 constexpr int WARPS = 8, TRANSFORMS = INSTANCE_TRANSFORMS;
 
-// The part of a row that a warp transforms: some of its 128-blocks.
+// The part of a row that a warp transforms for one shard: some of its 128-blocks.
 struct Row {
     const PrefillArgs& args;
-    u32 row, first, step;  // the warp's first 128-block, and from one to the next
+    u32 shard, row, first, step;  // the warp's first 128-block, and from one to the next
     int lane;
 
     __device__ __forceinline__ u32 block(int i) const { return first + i * step; }
     __device__ __forceinline__ bool exists(int i) const { return block(i) < args.in_features / HADAMARD_SIZE; }
     __device__ __forceinline__ u32 column(int i) const { return block(i) * HADAMARD_SIZE + 4 * lane; }
-    __device__ __forceinline__ uint2 scales(u32 shard, int i) const {
+    __device__ __forceinline__ uint2 scales(int i) const {
         return exists(i) ? *reinterpret_cast<const uint2*>(args.shards[shard].suh + column(i)) : make_uint2(0, 0);
     }
-    __device__ __forceinline__ void prefetch_scales(u32 shard) const {
+    __device__ __forceinline__ void prefetch_scales() const {
 #pragma unroll
         for (int i = 0; i < TRANSFORMS; ++i)
             if (exists(i)) asm volatile("prefetch.global.L1 [%0];" ::"l"(args.shards[shard].suh + column(i)));
     }
     // Unscaled H(x·suh).
-    __device__ __forceinline__ void load(float (&v)[4], u32 shard, int i) const {
+    __device__ __forceinline__ void load(float (&v)[4], int i) const {
         const bool vectors = args.x_type != F32 && (args.in_width | args.x_stride) % 4 == 0 && reinterpret_cast<u64>(args.x) % 8 == 0;
-        const uint2 scale = scales(shard, i);
+        const uint2 scale = scales(i);
         if (vectors) {
             const bool inside = exists(i) && column(i) < args.in_width;
             const uint2 raw = inside ? *reinterpret_cast<const uint2*>(static_cast<const u16*>(args.x) + row * args.x_stride + column(i)) : make_uint2(0, 0);
@@ -50,7 +50,7 @@ struct Row {
         hadamard128(v, lane);
     }
     // Rounds a 128-block to int8 and stores it: four channels a lane, of k-tile lane / 4.
-    __device__ __forceinline__ void store_bytes(const float (&v)[4], u32 shard, int i, float factor) const {
+    __device__ __forceinline__ void store_bytes(const float (&v)[4], int i, float factor) const {
         if (!exists(i)) return;
         const u32 k_block = 2 * block(i) + lane / 16, q = lane / 4 & 3;
         u8* to = args.activations + (shard * (args.in_features / BLOCK_K) + k_block) * static_cast<u64>(64 * args.tile_rows) + 16 * row + 4 * q;
@@ -64,7 +64,7 @@ struct Row {
         }
     }
     // The same to fp16; gives what byte sums of these channels leave out.
-    __device__ __forceinline__ float store(const float (&v)[4], u32 shard, int i, float factor) const {
+    __device__ __forceinline__ float store(const float (&v)[4], int i, float factor) const {
         if (!exists(i)) return 0.0f;
         const u32 channel = 4 * (lane & 3), k_block = 2 * block(i) + lane / 16, q = lane / 4 & 3;
         u32 words[2];
@@ -96,72 +96,62 @@ __device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) 
                  ::"r"(address), "r"(value), "r"(barrier) : "memory");
 }
 
-// Grid (blocks of a cluster × rows); a cluster has a row, and all shards of it: more blocks would keep the GEMM's from starting.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 8) exl3_gemm_rotate(const __grid_constant__ PrefillArgs args) {
-    __shared__ u32 largest[MAX_SHARDS];
-    __shared__ float offsets[MAX_SHARDS][WARPS];
+// Grid (blocks of a cluster × rows, shards): a cluster has a row of one shard. A cluster for all shards of a row takes twice as long for three of
+// them, although it leaves multiprocessors room for the GEMM's blocks to start early.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, TRANSFORMS < 4 ? 8 : 6) exl3_gemm_rotate(const __grid_constant__ PrefillArgs args) {
+    __shared__ u32 largest;
+    __shared__ float offsets[WARPS];
     __shared__ __align__(8) u64 arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const u32 ranks = args.cluster_size, rank = blockIdx.x % ranks;
-    const Row row{args, blockIdx.x / ranks, rank * WARPS + warp, ranks * WARPS, lane};
+    const Row row{args, blockIdx.y, blockIdx.x / ranks, rank * WARPS + warp, ranks * WARPS, lane};
     launch_dependent_grids();
-    if (threadIdx.x < MAX_SHARDS) largest[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
+        largest = 0;
         mbarrier_init(shared_address(&arrived), 1);
         fence_barrier_init();
     }
     if (ranks > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    // Weights never change; x is written by the kernel ahead.
-    for (u32 shard = 0; shard < args.shard_count; ++shard) row.prefetch_scales(shard);
+    row.prefetch_scales();  // weights never change; x is written by the kernel ahead
     __syncthreads();
     wait_on_dependent_grids();
-    if (blockIdx.x == 0)
+    if (blockIdx.x == 0 && blockIdx.y == 0)
         for (u32 i = threadIdx.x; i < args.n_tiles; i += blockDim.x) args.arrivals[i] = 0;
     float v[TRANSFORMS][4];
-    // From the last shard to the first, whose values stay in registers.
-#pragma unroll 1
-    for (u32 shard = args.shard_count; shard-- > 0;) {
-        u32 most = 0;
+    u32 most = 0;
 #pragma unroll
-        for (int i = 0; i < TRANSFORMS; ++i) {
-            row.load(v[i], shard, i);
-            most = max(most, magnitude_bits(v[i]));
-        }
-        most = __reduce_max_sync(0xffffffffu, most);
-        if (lane == 0) atomicMax(&largest[shard], most);
+    for (int i = 0; i < TRANSFORMS; ++i) {
+        row.load(v[i], i);
+        most = max(most, magnitude_bits(v[i]));
     }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane == 0) atomicMax(&largest, most);
     __syncthreads();
     if (ranks > 1) {
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared_address(&arrived), 4 * args.shard_count * (ranks - 1));
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared_address(&arrived), 4 * (ranks - 1));
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the others' shared memory is ready
-        const u32 other = threadIdx.x / MAX_SHARDS, shard = threadIdx.x % MAX_SHARDS;
-        if (other < ranks && other != rank && shard < args.shard_count)
-            max_remote(map_to_rank(shared_address(&largest[shard]), other), largest[shard], map_to_rank(shared_address(&arrived), other));
+        const u32 other = threadIdx.x;
+        if (other < ranks && other != rank)
+            max_remote(map_to_rank(shared_address(&largest), other), largest, map_to_rank(shared_address(&arrived), other));
         mbarrier_wait_cluster(shared_address(&arrived), 0);
     }
-#pragma unroll 1
-    for (u32 shard = 0; shard < args.shard_count; ++shard) {
-        const float bound = __uint_as_float(*static_cast<volatile u32*>(&largest[shard]));  // of unscaled values
-        const RowScale scale = INSTANCE_BYTES ? byte_scale(bound) : half_scale(bound * HADAMARD_SCALE);
-        if (threadIdx.x == 0 && rank == 0) args.scales[shard * args.rows + row.row] = scale.descale;
-        float offset = 0.0f;
+    const float bound = __uint_as_float(*static_cast<volatile u32*>(&largest));  // of unscaled values
+    const RowScale scale = INSTANCE_BYTES ? byte_scale(bound) : half_scale(bound * HADAMARD_SCALE);
+    if (threadIdx.x == 0 && rank == 0) args.scales[row.shard * args.rows + row.row] = scale.descale;
+    float offset = 0.0f;
 #pragma unroll
-        for (int i = 0; i < TRANSFORMS; ++i) {
-            if (shard > 0) row.load(v[i], shard, i);
-            if (INSTANCE_BYTES) row.store_bytes(v[i], shard, i, scale.factor);
-            else offset += row.store(v[i], shard, i, scale.factor);
-        }
-        if (INSTANCE_BYTES) continue;
-#pragma unroll
-        for (u32 step = 1; step < 32; step *= 2) offset += __shfl_xor_sync(0xffffffffu, offset, step);
-        if (lane == 0) offsets[shard][warp] = offset;
+    for (int i = 0; i < TRANSFORMS; ++i) {
+        if (INSTANCE_BYTES) row.store_bytes(v[i], i, scale.factor);
+        else offset += row.store(v[i], i, scale.factor);
     }
     if (INSTANCE_BYTES) return;
-    __syncthreads();
-    if (threadIdx.x < args.shard_count) {
-        float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) sum += offsets[threadIdx.x][i];
-        args.offsets[(threadIdx.x * args.rows + row.row) * ranks + rank] = sum;
-    }
+    for (u32 step = 1; step < 32; step *= 2) offset += __shfl_xor_sync(0xffffffffu, offset, step);
+    if (lane == 0) offsets[warp] = offset;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sum += offsets[i];
+    args.offsets[(row.shard * args.rows + row.row) * ranks + rank] = sum;
 }
