@@ -65,7 +65,7 @@ are the same in every batch on the same side of it."""
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Microseconds on an H200, for the times of seven layers of mul1 at K = 4 (docs/kernels-gpu.md).
+    """Microseconds on an H200, for the times of seven layers of mul1 at K = 4 (docs/notes/kernels-gpu.md).
 
     Attributes:
         k_block: of 128 × 256 weights on a multiprocessor.

@@ -35,7 +35,7 @@ _MOST_K_BLOCKS, _MOST_DIVIDED = 1 << 21, 1 << 31
 narrow/arguments.cuh)."""
 _ROTATIONS, _ROTATIONS_OF_32 = 16, 14
 """Tokens' Hadamard blocks a warp up to which every block rotates its own input instead of a launch before it: in tiles
-of up to 16 tokens, and in those of 32, which the wide kernel serves else (docs/kernels-gpu.md)."""
+of up to 16 tokens, and in those of 32, which the wide kernel serves else (docs/notes/kernels-gpu.md)."""
 NARROW_32 = Form(identity=False, tile_rows=32, narrow=True)
 """How the narrow kernel serves 17 to 32 tokens."""
 

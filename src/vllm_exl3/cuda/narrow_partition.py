@@ -22,7 +22,7 @@ _END_US, _COLUMN_END_US, _SECOND_END_US = 0.5, 0.5, 0.8
 _EXCHANGE_US, _CLUSTER_US, _ADD_US, _ALONE_TOKENS = 0.9, 0.3, 0.004, 4
 """Of waiting for other blocks' partial sums, through memory or in a cluster; of adding up partial sums, for each token
 and tile column; the tokens up to which one block does that for a whole n tile. From measurements on an H200
-(docs/kernels-gpu.md)."""
+(docs/notes/kernels-gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)

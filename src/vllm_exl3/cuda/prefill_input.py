@@ -148,7 +148,7 @@ def plan_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = 
     """Divide few rows among the clusters of `ROTATE_FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
 
     A warp has one 128-block where a cluster may have so many blocks: what counts is how long the last block takes
-    (docs/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
+    (docs/notes/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
     """
     if in_features > MOST_FEW_IN:
         return None

@@ -8,7 +8,7 @@ __all__ = ["PrefillPartition", "choose_partition"]
 _K_BLOCK_CYCLES = {64: 1250.0, 128: 1450.0, 192: 930.0, 256: 1047.0}
 _INT8_K_BLOCK_CYCLES = {64: 1250.0, 128: 1400.0, 192: 680.0, 256: 690.0}
 _EPILOGUE_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 8000.0}
-"""Cycles of a k block, and of a tile's end: measured on an H200 (docs/kernels-prefill.md)."""
+"""Cycles of a k block, and of a tile's end: measured on an H200 (docs/notes/kernels-prefill.md)."""
 
 _STORE_CYCLES = {64: 900.0, 128: 1500.0, 192: 1500.0, 256: 2000.0}
 _FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 3000.0, 1550.0, 512

@@ -9,7 +9,7 @@ __all__ = ["split"]
 _EXCHANGE, _N_TILE_COST, _SECOND_COST = 6, 6, 8
 """What sharing and ending n tiles costs, in k blocks of work: adding up an n tile that blocks share; ending an n tile
 and beginning the next; the same where the block has an exchange at both. From traces of an H200
-(docs/kernels-gpu.md)."""
+(docs/notes/kernels-gpu.md)."""
 
 
 @functools.lru_cache(maxsize=4096)

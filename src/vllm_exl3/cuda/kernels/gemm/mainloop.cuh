@@ -2,7 +2,7 @@
 //
 // A warpgroup holds 64 output channels, one tile column a warp. It decodes the weights of one step of 64 k while the four products of the
 // step before run; sums stay in the same registers over all of a work tile. While the tensor cores are active every integer pipe issues at
-// half its rate, wherever operands lie, so warps that only decode, or operands in shared memory, gain nothing (docs/kernels-gpu.md).
+// half its rate, wherever operands lie, so warps that only decode, or operands in shared memory, gain nothing (docs/notes/kernels-gpu.md).
 #pragma once
 #include "base/fragments.cuh"
 #include "gemm/pipeline.cuh"
