@@ -88,7 +88,7 @@ static void arrive_at_cluster() {
 }
 static void wait_for_arrivals() { while (cluster_round == rounds[running]) switch_thread(); }
 inline unsigned address_in(unsigned address, unsigned rank) { return address + (rank - rank_of_thread()) * 64; }
-inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx__bytes_max_u32(unsigned at, unsigned value, unsigned barrier) {
+inline void max_remote(unsigned at, unsigned value, unsigned barrier) {
     unsigned* to = reinterpret_cast<unsigned*>(memory + int(at - SHARED_BASE));  // the variable, wherever its thread has it
     *to = std::max(*to, value);
     host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();
@@ -103,8 +103,8 @@ inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx_
 #define blockDim (Index{256})
 #define SHARED_TYPE(T) OfBlock<T>
 #define __syncthreads meet_block
-#define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
-#define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
+#define cluster_arrive arrive_at_cluster
+#define cluster_wait wait_for_arrivals
 #define map_to_rank address_in
 
 #define INSTANCE_TRANSFORMS 1

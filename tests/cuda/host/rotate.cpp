@@ -24,15 +24,15 @@ static unsigned char* block_memory() { return memory + rank_of_thread() * BLOCK_
 #define threadIdx (Index{unsigned(running) % BLOCK_THREADS})
 #define blockIdx (Index2{block_x * cluster_size + rank_of_thread(), block_y})
 #define __syncthreads meet_block
-#define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
-#define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
+#define cluster_arrive arrive_at_cluster
+#define cluster_wait wait_for_arrivals
 
 
 inline unsigned address_in(unsigned address, unsigned rank) { return address + (rank - rank_of_thread()) * BLOCK_BYTES; }
 inline void meet_cluster() { arrive_at_cluster(), wait_for_arrivals(); }
 #define map_to_rank address_in
 #define cluster_sync meet_cluster
-inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx__bytes_max_u32(unsigned at, unsigned value, unsigned barrier) {
+inline void max_remote(unsigned at, unsigned value, unsigned barrier) {
     unsigned* to = reinterpret_cast<unsigned*>(shared_bytes(at, 4));
     *to = std::max(*to, value);
     host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();

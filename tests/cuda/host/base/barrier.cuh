@@ -33,7 +33,8 @@ inline void named_barrier_sync(u32 barrier, u32 count) { named_meetings[barrier]
 inline u32 cluster_rank() { return 0; }
 inline void cluster_sync() { __syncthreads(); }
 inline void cluster_arrive_relaxed() {}
-inline void cluster_wait_relaxed() {}
+inline void cluster_arrive() {}
+inline void cluster_wait() {}
 inline u32 map_to_rank(u32 address, u32) { return address; }
 inline void store_remote(u32 address, float value) { memcpy(shared_bytes(address, 4), &value, 4); }
 inline void mbarrier_arrive_remote(u32 barrier, u32) { mbarrier_arrive(barrier); }

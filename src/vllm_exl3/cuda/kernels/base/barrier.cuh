@@ -64,19 +64,25 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
+// The two halves of the cluster's barrier. Relaxed, it says that every block has started and, behind `fence_barrier_init`, that its
+// mbarriers are initialised; it makes nothing else visible that was written before it.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The two halves of a barrier that says that every block of the cluster has started and, behind `fence_barrier_init`, that its
-// mbarriers are initialised; it makes nothing else visible that was written before it.
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait_relaxed() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The address of the same place in another block of the cluster.
 __device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
     u32 remote;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
+}
+// The larger of two values goes to another block's shared memory, and counts as four bytes at its barrier.
+__device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) {
+    asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];"
+                 ::"r"(address), "r"(value), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void store_remote(u32 address, float value) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");

@@ -90,12 +90,6 @@ struct Row {
     }
 };
 
-// The larger of two values goes to another block's shared memory, and counts as four bytes at its barrier.
-__device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) {
-    asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];"
-                 ::"r"(address), "r"(value), "r"(barrier) : "memory");
-}
-
 // Grid (blocks of a cluster × rows, shards): a cluster has a row of one shard. A cluster for all shards of a row takes twice as long for three of
 // them, although it leaves multiprocessors room for the GEMM's blocks to start early.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, TRANSFORMS < 4 ? 8 : 6) exl3_gemm_rotate(const __grid_constant__ PrefillArgs args) {
@@ -111,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TRANSFORMS < 4 ? 8 : 6)
         mbarrier_init(shared_address(&arrived), 1);
         fence_barrier_init();
     }
-    if (ranks > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (ranks > 1) cluster_arrive();
     row.prefetch_scales();  // weights never change; x is written by the kernel ahead
     __syncthreads();
     wait_on_dependent_grids();
@@ -129,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, TRANSFORMS < 4 ? 8 : 6)
     __syncthreads();
     if (ranks > 1) {
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared_address(&arrived), 4 * (ranks - 1));
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the others' shared memory is ready
+        cluster_wait();  // the others' shared memory is ready
         const u32 other = threadIdx.x;
         if (other < ranks && other != rank)
             max_remote(map_to_rank(shared_address(&largest), other), largest, map_to_rank(shared_address(&arrived), other));

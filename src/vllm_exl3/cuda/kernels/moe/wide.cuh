@@ -8,19 +8,7 @@
 #pragma once
 #include "base/fragments.cuh"
 #include "moe/epilogue.cuh"
-#include "base/wgmma.cuh"
-
-// Starts a product and waits for the one before it. A is complete before it and `words` are read after it.
-template <int ROWS, int WORDS>
-__device__ __forceinline__ void multiply_product(float (&sums)[ROWS / 2], u32 (&a)[4], u64 b, u32 (&words)[WORDS]) {
-    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
-    warpgroup_fence();
-    WarpgroupMma<ROWS>::run(sums, a, b);
-    warpgroup_commit();
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
-}
+#include "base/wgmma_issue.cuh"
 
 // Matrices of one group of eight rows lie 128 bytes apart, groups 1024; without a swizzle.
 template <class Pair>
@@ -83,12 +71,12 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[ROWS / 2], Pair& pai
         u64 b = activations_descriptor(pair);
 #pragma unroll
         for (int i = 0; i < K_BLOCKS; ++i) {
-            multiply_product<ROWS>(sums, even, b, words);
+            issue_product<WarpgroupMma<ROWS>>(sums, even, b, words);
             if (i == 0 && before) pair.release(before);
             decode_wide<K, 1>(odd, words);
-            multiply_product<ROWS>(sums, odd, b + 16, words);
+            issue_product<WarpgroupMma<ROWS>>(sums, odd, b + 16, words);
             decode_wide<K, 2>(even, words);
-            multiply_product<ROWS>(sums, even, b + 32, words);
+            issue_product<WarpgroupMma<ROWS>>(sums, even, b + 32, words);
             decode_wide<K, 3>(odd, words);
             u32 next = pipeline.address + 4 * (i + 1) * pair.args.weight_pitch;
             if (i == K_BLOCKS - 1) {
@@ -99,7 +87,7 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[ROWS / 2], Pair& pai
                 next = pipeline.address;
             }
             k_block.load(words, next, pair.lane);
-            multiply_product<ROWS>(sums, odd, b + 48, words);
+            issue_product<WarpgroupMma<ROWS>>(sums, odd, b + 48, words);
             decode_wide<K, 0>(even, words);
             b += pair.args.activation_stride >> 4;
         }

@@ -164,7 +164,7 @@ template <class K, int J, class Block>
 __device__ __forceinline__ void hand_over_partial(Block& block, const Totals<K> (&totals)[J], const NTile& n_tile, bool columns) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (Block::clustered) {
-        cluster_wait_relaxed();
+        cluster_wait();
         if (columns) send_partial<K, J>(block.args, totals, n_tile, block.exchange, block.warp, block.lane);
         return;
     }

@@ -23,16 +23,9 @@ struct ByteBlock {
     int warp, lane, thread;  // among those that multiply
 };
 
-// As multiply() of prefill/prefill.cuh.
 template <int TOKENS, int WORDS>
 __device__ __forceinline__ void multiply_bytes(int (&sums)[TOKENS / 2], u32 (&a)[4], u32 b, u32 (&words)[WORDS]) {
-    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
-    warpgroup_fence();
-    WarpgroupByteMma<TOKENS>::run(sums, a, matrix_descriptor<0>(0) | b);
-    warpgroup_commit();
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
+    issue_product<WarpgroupByteMma<TOKENS>>(sums, a, matrix_descriptor<0>(0) | b, words);
 }
 
 template <class K>

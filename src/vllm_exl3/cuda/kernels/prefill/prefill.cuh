@@ -9,7 +9,7 @@
 #include "base/barrier.cuh"
 #include "prefill/epilogue_mma.cuh"
 #include "prefill/reduction.cuh"
-#include "base/wgmma.cuh"
+#include "base/wgmma_issue.cuh"
 
 constexpr int PRODUCER_THREADS = 128;
 
@@ -113,17 +113,10 @@ struct PrefillBlock {
     __device__ __forceinline__ void sync() const { named_barrier_sync(1 + pair, PAIR_THREADS); }
 };
 
-// Starts a product and waits for the one before it. A is complete before it and `words` are read after it. `b` is the low
-// word of B's descriptor, whose address moves without a carry.
+// `b` is the low word of B's descriptor, whose address moves without a carry.
 template <int TOKENS, int WORDS>
 __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 (&a)[4], u32 b, u32 (&words)[WORDS]) {
-    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
-    warpgroup_fence();
-    WarpgroupMma<TOKENS>::run(sums, a, matrix_descriptor<0>(0) | b);
-    warpgroup_commit();
-    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(words[i]));
+    issue_product<WarpgroupMma<TOKENS>>(sums, a, matrix_descriptor<0>(0) | b, words);
 }
 
 template <class K, int PAIRS>
@@ -211,7 +204,7 @@ __device__ __forceinline__ void prefill(const PrefillArgs& args) {
         fence_barrier_init();
     }
     if constexpr (S::CLUSTER == 1) __syncthreads();
-    else cluster_arrive_relaxed(), cluster_wait_relaxed();
+    else cluster_arrive_relaxed(), cluster_wait();
     launch_dependent_grids();
     if (warp < PRODUCER_THREADS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING));

@@ -35,15 +35,6 @@ constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not d
 // which may lie beside no larger suh, stays below 46341 and converts to fp16; an infinity would be NaN beside zeros.
 constexpr u32 LEAST_SUH = 0x0c00;
 
-// Says that this block has cleared its shared memory and initialised its barriers; waits for the others of its cluster.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-// The larger of two values goes to another block's shared memory, and counts as four bytes at its barrier.
-__device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) {
-    asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];"
-                 ::"r"(address), "r"(value), "r"(barrier) : "memory");
-}
-
 // The larger magnitude of each half, its sign anything; a NaN is above all.
 __device__ __forceinline__ u32 larger_pair(u32 a, u32 b, u32 type) {
     u32 result;
