@@ -7,6 +7,9 @@ A timing is as in gpu_prefill.py: one whole linear in a replayed CUDA graph, ove
 three of a cell take turns, so that what the GPU's clock does, it does to all. Nothing is timed where a check fails.
 Each row has ``us`` of the GEMM whether dispatch picks it or not, ``now_us`` of what it picks (``now``), ``bf16_us``,
 and ``bound_us``, below which the GPU cannot stay (`vllm_exl3.cuda.timing.bound_us`).
+
+Rows with ``parts`` are of fused layers, as vLLM has query, key and value, and gate and up: what dispatch picks for all
+parts in one call, and cuBLAS with one weight of their size.
 """
 
 import argparse
@@ -23,8 +26,8 @@ from gpu_prefill_cliffs import used
 
 from vllm_exl3.cuda import gemm, linear
 from vllm_exl3.cuda.gemm_plan import plan_gemm, refusal
-from vllm_exl3.cuda.timing import Rotation, bound_us, replayed_in_turns
-from vllm_exl3.ops.shards import Shard
+from vllm_exl3.cuda.timing import Rotation, bound_us, random_weights, replayed_in_turns, rotated_copies
+from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
 from vllm_exl3.tools.results import need_gpus
 
@@ -94,6 +97,36 @@ class GemmBench(CublasBench):
             flush=True,
         )
 
+    def time_fused(self, width: int, parts: tuple[int, ...]) -> None:
+        """Time a layer of several parts at every number of tokens, and keep its rows."""
+        shards = [Shard(8, Codebook.MUL1, width, size, 0, size) for size in parts]
+        layout, words = pack_shards(shards), sum(shard.trellis_words for shard in shards)
+        linear.prepare([(tuple(layout), width)], torch.device("cuda", torch.cuda.current_device()))
+        copies = rotated_copies(2 * words)
+        step = min(words, (self._buffer.numel() - words) // copies // 1024 * 1024)
+        trellis = [self._buffer[index * step : index * step + words] for index in range(copies)]
+        suh, svh = (torch.cat(part) for part in zip(*(random_weights(s, 1)[1:] for s in shards), strict=True))
+        for rows in self.arguments.fused_rows:
+            x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+            calls: dict[str, tuple[Callable[[int], object], int]] = {
+                "now": (lambda i, x=x: linear.linear(x, trellis[i], suh, svh, None, layout), copies),
+                "bf16": self.dense((width, sum(parts)), rows),
+            }
+            times = replayed_in_turns(calls, self.arguments.repeats)
+            self.rows.append(
+                {"kernel": "native", "in": width, "out": sum(parts), "parts": list(parts), "m": rows, "bits": 4.0,
+                 "codebook": "mul1", "now_us": round(times["now"], 2), "bf16_us": round(times["bf16"], 2)}
+            )  # fmt: skip
+            share = times["bf16"] / times["now"]
+            cell = f"{width}×{'+'.join(map(str, parts))} M={rows:<4d}"
+            print(f"{cell} {times['now']:7.1f} µs  bf16 {times['bf16']:7.1f} µs ({share:5.2f})", flush=True)
+
+
+def fused_of(text: str) -> tuple[int, tuple[int, ...]]:
+    """(input width, outputs of the parts) from ``4096x4096+1024+1024``."""
+    width, _, parts = text.partition("x")
+    return int(width), tuple(map(int, parts.split("+")))
+
 
 def main() -> int:
     """Command line."""
@@ -108,6 +141,11 @@ def main() -> int:
     parser.add_argument("--bits", type=float, nargs="*", default=[4, 2, 3, 6], help="K of mul1")
     parser.add_argument("--codebooks", type=int, nargs="*", default=[1, 0], help="besides mul1")
     parser.add_argument("--other-bits", type=float, nargs="*", default=[4], help="K of the other codebooks")
+    parser.add_argument(
+        "--fused", type=fused_of, nargs="*", help="layers of several parts",
+        default=[fused_of("4096x4096+1024+1024"), fused_of("4096x14336+14336"), fused_of("8192x28672+28672")],
+    )  # fmt: skip
+    parser.add_argument("--fused-rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 96, 128, 256, 512])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     need_gpus()
@@ -118,6 +156,8 @@ def main() -> int:
     bench = GemmBench(arguments)
     for rotation, rows in bench.cells(bench.kinds, arguments.rows):
         bench.time(rotation, rows)
+    for width, parts in arguments.fused:
+        bench.time_fused(width, parts)
     bench.save()
     return 0
 

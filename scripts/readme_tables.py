@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cpu_tables import SETS, cpu_tables, one_token_line
+from gemm_tables import gemm_tables
 from generated import ROOT, write_or_check
 from gpu_tests_table import gpu_tests
 from kv_tables import kv_tables
@@ -206,7 +207,9 @@ def readme_part() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": readme_part,
-    "docs/kernels-gpu.md": lambda: linear_tables(load("h200/linear.json"), load("h200/marlin.json")),
+    "docs/kernels-gpu.md": lambda: "\n\n".join(
+        (linear_tables(load("h200/linear.json"), load("h200/marlin.json")), gemm_tables(load("h200/gemm.json")))
+    ),
     "docs/kernels-cpu.md": lambda: cpu_tables(
         *(load(f"cpu/{name}.json") for name in ("cpu_linear", "cpu_linear_isa", "cpu_encode_isa", "cpu_busy"))
     ),

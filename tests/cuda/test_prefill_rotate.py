@@ -130,17 +130,20 @@ def test_channels_with_next_to_no_scale_may_hold_anything(library: HostKernels, 
     assert (error <= bounds * norm).all(), error / norm
 
 
-@given(st.integers(1, 20_000), st.integers(1, 224), st.sampled_from([H200, GpuLimits("sm_90a", 16, 232448)]))
-def test_clusters_run_at_once(rows: int, in_blocks: int, limits: GpuLimits) -> None:
-    launch = plan_rotate(rows, BLOCK * in_blocks, limits)
+@given(
+    st.integers(1, 20_000), st.integers(1, 224), st.integers(1, 8),
+    st.sampled_from([H200, GpuLimits("sm_90a", 16, 232448)]),
+)  # fmt: skip
+def test_clusters_run_at_once(rows: int, in_blocks: int, shards: int, limits: GpuLimits) -> None:
+    launch = plan_rotate(rows, BLOCK * in_blocks, limits, shards)
     warps, groups = launch.threads // 32, -(-rows // 8)
     assert launch.instance == ROTATE[warps] and launch.grid == (
         groups * launch.cluster,
-        1,
+        shards,
     )
     if launch.cluster > 1:
         most = dict(limits.clusters).get(launch.cluster, limits.multiprocessors // launch.cluster)
-        assert groups <= _RESIDENT[warps] * most
+        assert groups * shards <= _RESIDENT[warps] * most
         assert launch.cluster * warps <= in_blocks  # every warp has a 128-block
 
 

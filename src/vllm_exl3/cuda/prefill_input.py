@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.declarations import constants
-from vllm_exl3.cuda.geometry import BLOCK_K, MAX_SHARDS, GpuLimits, round_up
+from vllm_exl3.cuda.geometry import BLOCK_K, GpuLimits, round_up
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
@@ -50,7 +50,9 @@ QUANTIZE = Instance("prefill/quantize.cu", "exl3_prefill_quantize")
 
 _TRANSFORM, _ROTATE, _QUANTIZE = map(constants, ("prefill/transform.cu", "prefill/rotate.cu", "prefill/quantize.cu"))
 _MOST_ROWS, _MOST_THREADS, _PART = (_TRANSFORM[name] for name in ("MOST_ROWS", "MOST_THREADS", "PART"))
-_ROTATED_ROWS, _QUEUED, _ARRIVED_BYTES = (_ROTATE[name] for name in ("ROWS", "QUEUED", "ARRIVED_BYTES"))
+_ROTATED_ROWS, _QUEUED = _ROTATE["ROWS"], _ROTATE["QUEUED"]
+_LARGEST_BYTES = _ROTATE["LARGEST_BYTES"] + _ROTATE["ARRIVED_BYTES"]
+"""Shared memory of prefill/rotate.cu before its queues."""
 _MOST_CLUSTER = 8
 _BLOCK_K_PITCH, _WARP = 2 * BLOCK_K + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
@@ -123,19 +125,21 @@ def _cluster_size(groups: int, in_blocks: int, warps: int, limits: GpuLimits) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_rotate(rows: int, in_features: int, limits: GpuLimits) -> InputLaunch:
-    """Divide ``rows`` rows of ``in_features`` channels among the blocks of `ROTATE`.
+def plan_rotate(rows: int, in_features: int, limits: GpuLimits, shards: int = 1) -> InputLaunch:
+    """Divide ``rows`` rows of ``in_features`` channels among the blocks of `ROTATE`, which have a shard each.
 
     Blocks of 8 warps, but where two of them share rows and come to two thirds of the multiprocessors or more: 16 warps
     then need no cluster for it, or keep twice as many warps busy. Measured on an H200 at 64 to 4096 rows of 4096 to
     14336 channels; each was faster where it is chosen, or both were equal.
     """
     groups, in_blocks, warps = -(-rows // _ROTATED_ROWS), in_features // BLOCK, 8
-    cluster_size = _cluster_size(groups, in_blocks, warps, limits)
-    if cluster_size == 2 and 3 * groups >= limits.multiprocessors:
-        warps, cluster_size = 16, _cluster_size(groups, in_blocks, 16, limits)
-    shared = 4 * MAX_SHARDS * _ROTATED_ROWS + _ARRIVED_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
-    return InputLaunch(ROTATE[warps], _ROTATED_ROWS, (groups * cluster_size, 1), _WARP * warps, shared, cluster_size)
+    cluster_size = _cluster_size(groups * shards, in_blocks, warps, limits)
+    if cluster_size == 2 and 3 * groups * shards >= limits.multiprocessors:
+        warps, cluster_size = 16, _cluster_size(groups * shards, in_blocks, 16, limits)
+    shared = _LARGEST_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
+    return InputLaunch(
+        ROTATE[warps], _ROTATED_ROWS, (groups * cluster_size, shards), _WARP * warps, shared, cluster_size
+    )
 
 
 _FEW_WARPS, _FEW_CLUSTERS, _FEW_TRANSFORMS = 8, (1, 2, 4, 8), (1, 2, 4)

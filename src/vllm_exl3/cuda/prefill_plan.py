@@ -238,7 +238,7 @@ def plan_prefill(
     finish = (tiles - chosen.whole_tiles) * chosen_kernel.n_blocks, -(-tokens // _FINISHED_TOKENS)
     in_features = shards[0].in_features
     transform = plan_quantize(rows, in_features, len(shards)) if int8 else plan_transform(rows, in_features, limits)
-    rotation = plan_rotate(rows, in_features, limits) if limits.warpgroups and not int8 else None
+    rotation = plan_rotate(rows, in_features, limits, len(shards)) if limits.warpgroups and not int8 else None
     pairs = chosen_kernel.pairs
     activation_bytes = tokens * BLOCK_K * (1 if int8 else 2)
     weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds), 128)

@@ -56,5 +56,5 @@ inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half
 
 extern "C" void rotate(const PrefillArgs* args) {
     cluster_size = args->cluster_size;
-    launch((args->rows + ROWS - 1) / ROWS, 1, cluster_size * BLOCK_THREADS, cluster_size * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
+    launch((args->rows + ROWS - 1) / ROWS, args->shard_count, cluster_size * BLOCK_THREADS, cluster_size * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
 }

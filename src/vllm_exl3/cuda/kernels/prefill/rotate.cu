@@ -26,7 +26,7 @@ constexpr int ROWS = 8;  // of a warp, and of the blocks of a cluster, which sha
 // each fetch 16 bytes of their own rows. Another place has the rows' first 128-block for all warps.
 constexpr u32 QUEUED = 2, PLACE_BYTES = 2 * HADAMARD_SIZE * ROWS, QUEUE_BYTES = QUEUED * PLACE_BYTES;
 // Of rows' bounds; of barriers behind them, one a shard. Places lie behind both, at multiples of 128: `take` flips bits of addresses.
-constexpr u32 LARGEST_BYTES = 4 * MAX_SHARDS * ROWS, ARRIVED_BYTES = 128;
+constexpr u32 LARGEST_BYTES = 4 * ROWS, ARRIVED_BYTES = 128 - LARGEST_BYTES;  // together 128, so that what follows is aligned
 
 constexpr u32 OUTLIERS = 7;  // powers of two between the guess and the largest scale
 constexpr u32 SHIFT = 4;     // 2^SHIFT > sqrt(128): what the transform is not divided by, the scale is
@@ -226,61 +226,56 @@ __device__ __forceinline__ void exchange_largest(u32 (&largest)[ROWS], u32 arriv
     mbarrier_wait(arrived, 0);
 }
 
+// The block's part of a group of rows, for one shard.
 template <u32 TYPE>
-__device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&largest)[MAX_SHARDS][ROWS]) {
+__device__ __forceinline__ void rotate_rows(const PrefillArgs& args, u32 (&largest)[ROWS]) {
     const u32 warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), ranks = args.cluster_size, first = blockIdx.x % ranks * ROTATE_WARPS + warp;
-    const u32 blocks = args.in_features / HADAMARD_SIZE, first_row = blockIdx.x / ranks * ROWS;
-    const u32 first_block = shared_address(largest) + LARGEST_BYTES + ARRIVED_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
-    u32 lane = threadIdx.x & 31;
-    for (u32 pair = warp; pair < ROWS / 2; pair += ROTATE_WARPS) Rotation<TYPE>(args, 0, first_row, lane).fetch_pair(first_block, 0, pair);
+    const u32 blocks = args.in_features / HADAMARD_SIZE, first_row = blockIdx.x / ranks * ROWS, lane = threadIdx.x & 31;
+    const u32 arrived = shared_address(largest) + LARGEST_BYTES;
+    const u32 first_block = arrived + ARRIVED_BYTES, queue = first_block + PLACE_BYTES + warp * QUEUE_BYTES;
+    const Rotation<TYPE> rotation(args, blockIdx.y, first_row, lane);
+    for (u32 pair = warp; pair < ROWS / 2; pair += ROTATE_WARPS) rotation.fetch_pair(first_block, 0, pair);
     cp_async_commit();
-#pragma unroll 1
-    for (u32 s = 0; s < args.shard_count; ++s) {
-        asm volatile("" : "+r"(lane));  // what follows from it is found again for every shard: registers could not hold it
-        const Rotation<TYPE> rotation(args, s, first_row, lane);
-        u32 guess;
-        const u32 most = rotate_blocks(rotation, queue, first, ranks * ROTATE_WARPS, blocks, [&] {
-            u32 words[4][4], scales[4][4];
-            rotation.load_scales(scales, 0);
-            if (s == 0) {
-                cp_async_wait<QUEUED>();
-                __syncthreads();  // all four pairs of rows are there
-            }
-            rotation.take(words, first_block);
-            guess = guessed_exponent(rotation.row_bound(rotation.bound(words, scales)));
-            return scale_of(guess);
-        });
-        if (rotation.q == 0) atomicMax(&largest[s][rotation.token()], most);
-        __syncthreads();
-        if (ranks > 1) {
-            if (s == 0) cluster_wait();  // others' shared memory is cleared
-            exchange_largest(largest[s], shared_address(largest) + LARGEST_BYTES + 8 * s, ranks);
-        }
-        const u32 bits = largest[s][rotation.token()];
-        const bool good = suits(guess, bits);
-        const u32 exponent = good ? guess : exact_exponent(bits);
-        if (first == 0 && rotation.q == 0 && first_row + rotation.token() < args.rows) {
-            const float descale = __uint_as_float((254u - exponent) << 23) * (HADAMARD_SCALE * (1 << SHIFT)), value = __uint_as_float(bits);
-            args.scales[s * args.rows + first_row + rotation.token()] = value <= 2.9e37f ? descale : value * 1.0e30f;
-        }
-        if (__any_sync(0xffffffffu, !good)) rotate_blocks(rotation, queue, first, ranks * ROTATE_WARPS, blocks, [&] { return scale_of(exponent); });
+    u32 guess;
+    const u32 most = rotate_blocks(rotation, queue, first, ranks * ROTATE_WARPS, blocks, [&] {
+        u32 words[4][4], scales[4][4];
+        rotation.load_scales(scales, 0);
+        cp_async_wait<QUEUED>();
+        __syncthreads();  // all four pairs of rows are there
+        rotation.take(words, first_block);
+        guess = guessed_exponent(rotation.row_bound(rotation.bound(words, scales)));
+        return scale_of(guess);
+    });
+    if (rotation.q == 0) atomicMax(&largest[rotation.token()], most);
+    __syncthreads();
+    if (ranks > 1) {
+        cluster_wait();  // others' shared memory is cleared
+        exchange_largest(largest, arrived, ranks);
     }
+    const u32 bits = largest[rotation.token()];
+    const bool good = suits(guess, bits);
+    const u32 exponent = good ? guess : exact_exponent(bits);
+    if (first == 0 && rotation.q == 0 && first_row + rotation.token() < args.rows) {
+        const float descale = __uint_as_float((254u - exponent) << 23) * (HADAMARD_SCALE * (1 << SHIFT)), value = __uint_as_float(bits);
+        args.scales[blockIdx.y * args.rows + first_row + rotation.token()] = value <= 2.9e37f ? descale : value * 1.0e30f;
+    }
+    if (__any_sync(0xffffffffu, !good)) rotate_blocks(rotation, queue, first, ranks * ROTATE_WARPS, blocks, [&] { return scale_of(exponent); });
 }
 
-// Grid (groups of 8 rows × blocks of a cluster).
+// Grid (groups of 8 rows × blocks of a cluster, shards): a block has one shard, since a fused layer of few rows leaves room for blocks of all.
 extern "C" __global__ void __launch_bounds__(32 * ROTATE_WARPS, ROTATE_BLOCKS) exl3_prefill_rotate(const __grid_constant__ PrefillArgs args) {
     extern __shared__ __align__(128) u32 shared[];
-    auto& largest = *reinterpret_cast<u32(*)[MAX_SHARDS][ROWS]>(shared);  // bits of rows' bounds; queues lie behind
+    auto& largest = *reinterpret_cast<u32(*)[ROWS]>(shared);  // bits of rows' bounds; queues lie behind
     launch_dependent_grids();
-    if (threadIdx.x < MAX_SHARDS * ROWS) largest[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
+    if (threadIdx.x < ROWS) largest[threadIdx.x] = 0;
     if (args.cluster_size > 1) {
-        if (threadIdx.x < MAX_SHARDS) mbarrier_init(shared_address(shared) + LARGEST_BYTES + 8 * threadIdx.x, 1);
+        if (threadIdx.x == 0) mbarrier_init(shared_address(shared) + LARGEST_BYTES, 1);
         fence_barrier_init();
         cluster_arrive();
     }
     __syncthreads();
     wait_on_dependent_grids();
-    if (blockIdx.x == 0) clear_arrivals(args);
+    if (blockIdx.x == 0 && blockIdx.y == 0) clear_arrivals(args);
     if (args.x_type == F16) rotate_rows<F16>(args, largest);
     else rotate_rows<BF16>(args, largest);
 }
