@@ -15,7 +15,7 @@ from dataclasses import dataclass
 __all__ = ["ARCHITECTURES", "INCLUDE", "CompileError", "Cubin", "Instance", "compile_instance", "compiler_unavailable"]
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
-"""What continuous integration compiles for. sm_100a and sm_120a code does not run on sm_103 and sm_121."""
+"""Targets of continuous integration. sm_100a and sm_120a code does not run on sm_103 and sm_121."""
 
 _SERIALISED = tuple(f"C75{number}" for number in range(10, 20))
 """ptxas' notes that it put waits between wgmma instructions; it prints them as information only."""

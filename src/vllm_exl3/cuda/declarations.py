@@ -1,4 +1,4 @@
-"""What the host takes from the kernels' sources: launch arguments' structures and constants, declared there alone.
+"""Structures of launch arguments and constants, read from the kernels' sources, which alone declare them.
 
 A structure's declaration is a list of members of fixed width, so its C text says all that ctypes needs. Without torch,
 a compiler or a GPU.

@@ -119,7 +119,7 @@ def gemm_rows(architecture: str, kinds: Collection[tuple[int, int]], units: floa
 
 
 def warpgroups(architecture: str) -> bool:
-    """Whether the warpgroup kernel runs there."""
+    """True where the warpgroup kernels run."""
     return architecture == "sm_90a"
 
 

@@ -34,7 +34,7 @@ def served_rows(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool) -> 
 
 
 def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool | None:
-    """Whether this kernel serves ``rows`` tokens with int8 products; None where other kernels serve them."""
+    """True where this kernel serves ``rows`` tokens with int8, False where with fp16; None where others serve them."""
     if env.batch_invariant():
         return None
     if prefill_int8.fast(shards):

@@ -45,7 +45,7 @@ Codes = tuple[tuple[int, int], ...]
 
 
 class Arithmetic(IntEnum):
-    """What a weight is to the tensor core; ``kernels/codebook.cuh`` explains each."""
+    """The operand that a weight is on the tensor core; ``kernels/base/codebook.cuh`` explains each."""
 
     INTEGER = 0
     PAIR = 1
@@ -71,12 +71,12 @@ class Form:
 
     @property
     def wide(self) -> bool:
-        """Whether the wide kernel (sm_90a) serves it."""
+        """True where the wide kernel (sm_90a) serves it."""
         return self.tile_rows > _NARROW and not self.narrow
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         decoded = "wide" if self.wide else "half"
         return f"{'fast' if self.fast else 'identity' if self.identity else decoded}{self.tile_rows}"
 
@@ -98,7 +98,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What a plan needs to know of a GPU.
+    """A GPU, as far as plans depend on it.
 
     Attributes:
         architecture: NVRTC's name, such as ``sm_90a``.
@@ -118,12 +118,12 @@ class GpuLimits:
 
     @property
     def dependent_launch(self) -> bool:
-        """Whether kernels may start before the one ahead has finished (sm_90 and later)."""
+        """True where kernels may start before the one ahead has finished (sm_90 and later)."""
         return _capability(self.architecture) >= 90
 
     @property
     def warpgroups(self) -> bool:
-        """Whether it has wgmma."""
+        """True where it has wgmma."""
         return self.architecture == "sm_90a"
 
 

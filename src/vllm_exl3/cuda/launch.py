@@ -94,12 +94,12 @@ def _launches(plan: Plan, vectors: bool, finish: Instance) -> Iterator[_Launch]:
 
 
 def _in_vectors(x: torch.Tensor) -> bool:
-    """Whether rows are of 16-bit elements in whole vectors of 16 bytes, as prefill/rotate.cu loads them."""
+    """True where rows are of 16-bit elements in whole vectors of 16 bytes, as prefill/rotate.cu loads them."""
     return x.element_size() == 2 and x.data_ptr() % 16 == 0 and (x.stride(0) | x.shape[1]) % 8 == 0
 
 
 def _clears_counters(plan: Plan) -> bool:
-    """Whether counters lie in scratch, and no kernel ahead clears them: torch does so then."""
+    """True where counters lie in scratch, and no kernel ahead clears them: torch does so then."""
     return isinstance(plan, LinearPlan) and "counters" in plan.scratch_parts and plan.transform is None
 
 

@@ -93,7 +93,7 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
 def _arguments(
     call: MoECall, x: torch.Tensor, out: torch.Tensor, ids: torch.Tensor, local: torch.Tensor | None
 ) -> MoeArgs:
-    """What all windows of a call have in common; ``local`` is the experts' map as the kernels read it."""
+    """Arguments that all windows of a call have in common; ``local`` is the experts' map as the kernels read it."""
     filled = MoeArgs(
         table=call.table.data_ptr(),
         expert_map=0 if local is None else local.data_ptr(),

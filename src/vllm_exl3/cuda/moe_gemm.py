@@ -14,7 +14,7 @@ _WIDE_BLOCKS = {32: 4, 64: 3, 128: 1, 256: 1}
 """Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks: what registers suffice for."""
 
 _MANY_KINDS, FEW_KINDS = 7, 3
-"""Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for a few."""
+"""Kinds of weights above which the warpgroup kernel has loops for one width of product, and for a few."""
 
 _DEVICE = constants("moe/cluster.cuh")
 _NARROW_THREADS, _GROUP_ROWS = 256, _DEVICE["GROUP_ROWS"]
@@ -35,7 +35,7 @@ _PAIR_THREADS, _PRODUCERS = _DEVICE["PAIR_THREADS"], _DEVICE["PRODUCER_THREADS"]
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """What depends on the GEMM's kernel.
+    """The part of a plan that depends on the GEMM's kernel.
 
     Attributes:
         threads: of a block.
@@ -65,7 +65,7 @@ def narrow_blocks(codes: Codes, form: MoeForm) -> int:
 
 
 def exact(codes: Codes, form: MoeForm) -> bool:
-    """Whether all sums are of integers, so that their order decides nothing, and few enough for twice the warps."""
+    """True where all sums are of integers, so that their order decides nothing, and few enough for twice the warps."""
     return form == MoeForm(True, 4) and all(codebook == Codebook.MUL1 for _, codebook in codes)
 
 

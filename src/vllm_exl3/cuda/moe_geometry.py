@@ -46,7 +46,7 @@ class MoeForm:
 
     @property
     def wide(self) -> bool:
-        """Whether the warpgroup kernel (sm_90a) serves it."""
+        """True where the warpgroup kernel (sm_90a) serves it."""
         return self.tile_rows > NARROW
 
     @property
@@ -56,13 +56,13 @@ class MoeForm:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"{'identity' if self.identity else 'wide' if self.wide else 'half'}{self.tile_rows}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What of a layer decides its kernels, without its tensors.
+    """A layer, as far as it decides its kernels, without its tensors.
 
     Attributes:
         kinds: (projection, 2·K, codebook) of everything that occurs.
@@ -94,5 +94,5 @@ class Layer:
 
     @property
     def mul1(self) -> bool:
-        """Whether some projection is mul1."""
+        """True where some projection is mul1."""
         return any(codebook == Codebook.MUL1 for _, codebook in self.codes)

@@ -64,19 +64,19 @@ _LARGEST_BLOCKS = 512
 """Blocks that find tokens' largest values, at most."""
 
 _SCALE_BYTES, _KEPT_BYTES = 3 * 2 * BLOCK, 4 * 2 * 32 * 16 + 4 * 16 * 4
-"""Of moe/group_hidden.cuh, of a chunk's 128-block: a warp's room for scales, and what is kept of what was activated."""
+"""Bytes in moe/group_hidden.cuh for a 128-block of a chunk: a warp's scales, and cached activations."""
 
 _CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOCK)
-"""Of moe/group_inputs.cuh: what is known of a block's next chunks; a warp's two slots for x and suh of a 128-block."""
+"""Bytes in moe/group_inputs.cuh: facts of a block's next chunks; a warp's two buffers for x and suh of a 128-block."""
 
 _EIGHT_BYTES = 4 * 32 * 16 + 2 * 8 * 4
-"""Of moe/group_swiglu.cuh: what eight rows of a 128-block keep."""
+"""Bytes in moe/group_swiglu.cuh for eight rows of a 128-block."""
 
 _HIDDEN_WARPS, _SWIGLU_WARPS = 12, 20
-"""Of moe/group_rows.cuh, RESIDENT_THREADS: warps that a multiprocessor's registers hold of either."""
+"""Warps that a multiprocessor's registers hold of either: RESIDENT_THREADS of moe/group_rows.cuh."""
 
 _COMBINE_WARPS = 32
-"""Of moe/combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
+"""Warps of moe/combine_rows.cu for a multiprocessor, at least, where there is work: twice as many as one holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class MoePlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: GpuLimits) -> MoePlan:
-    """What serves one window of tokens.
+    """The launches that serve one window of tokens.
 
     Args:
         layer: what the layer is like.
@@ -199,7 +199,7 @@ def _route_shared(warps: int, experts: int) -> int:
 
 
 def _sorting(layer: Layer, tokens: int, work: Work) -> tuple[list[Launch], int]:
-    """What makes the lists where rows are grouped, and how many thread blocks sort slots.
+    """The launches that make the lists where rows are grouped, and how many thread blocks sort slots.
 
     One block with as many warps as fit, or many small ones; others find the largest values of tokens and scales.
     """

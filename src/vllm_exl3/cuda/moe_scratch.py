@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What lies where.
+    """The layout of scratch.
 
     Attributes:
         size: bytes in all.
@@ -77,7 +77,7 @@ class Scratch:
 
 
 def most_work(layer: Layer, tokens: int, form: MoeForm, gemm: Gemm) -> Work:
-    """What there is to do at most."""
+    """The most work that a window can be."""
     slots, padding = tokens * layer.top_k, gemm.values["row_padding"]
     padded = min(slots * padding, round_up(slots + layer.experts * (padding - 1), padding))
     return Work(

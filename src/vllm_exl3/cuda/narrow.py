@@ -146,7 +146,7 @@ def plan_narrow(
 
 
 def serves_narrow_32(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
-    """Whether 17 to 32 tokens are better served here than by the wide kernel.
+    """True where 17 to 32 tokens are better served here than by the wide kernel.
 
     Where every block rotates the little input that it multiplies, there is no launch before. More than two kinds of
     shards do not fit the registers.

@@ -1,4 +1,4 @@
-"""What shared memory holds in the narrow kernel: pipelines of weights, activations, sums on their way in a cluster.
+"""Shared memory of the narrow kernel: pipelines of weights, activations, sums on their way in a cluster.
 
 The sizes are those of ``kernels/narrow_record.cuh``, ``narrow/pipeline.cuh`` and ``narrow/partials.cuh``.
 """
@@ -92,7 +92,7 @@ def most_columns(form: Form, kinds: Kinds, limits: GpuLimits) -> int:
 
 
 def _exchange_bytes(partition: NarrowPartition, tokens: int, limits: GpuLimits) -> int:
-    """What a cluster's blocks send to the one that finishes a token's Hadamard block."""
+    """Bytes that a cluster's blocks send to the one that finishes a token's Hadamard block."""
     if not clustered(partition, limits):
         return 0
     finishing = 1 << partition.splits.bit_length() - 1

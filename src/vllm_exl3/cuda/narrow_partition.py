@@ -17,12 +17,12 @@ _ITEM_US, _COLUMN_US = 0.12, 0.66
 """Microseconds of a k block of 128 × 256 weights on one multiprocessor of an H200, and of each tile column of it."""
 
 _END_US, _COLUMN_END_US, _SECOND_END_US = 0.5, 0.5, 0.8
-"""Of ending partial sums of an n tile, and each tile column of it; of a second end in a block."""
+"""Microseconds of the epilogue of an n tile, of each tile column of it, and of a second one in a block."""
 
 _EXCHANGE_US, _CLUSTER_US, _ADD_US, _ALONE_TOKENS = 0.9, 0.3, 0.004, 4
-"""Of waiting for other blocks' partial sums, through memory or in a cluster; of adding up partial sums, for each token
-and tile column; the tokens up to which one block does that for a whole n tile. From measurements on an H200
-(docs/notes/kernels-gpu.md)."""
+"""Microseconds of waiting for other blocks' partial sums, through memory or in a cluster; of adding up partial sums,
+for each token and tile column; the tokens up to which one block does that for a whole n tile. From measurements on an
+H200 (docs/notes/kernels-gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class NarrowPartition:
 
 
 def clustered(partition: NarrowPartition, limits: GpuLimits) -> bool:
-    """Whether an n tile's blocks form a cluster: as many clusters as there are n tiles must run at once."""
+    """True where an n tile's blocks form a cluster: as many clusters as there are n tiles must run at once."""
     return partition.splits > 1 and partition.blocks <= partition.splits * dict(limits.clusters).get(
         partition.splits, 0
     )
@@ -72,7 +72,7 @@ def _end_us(columns: int) -> float:
 
 
 def _add_us(columns: int, tokens: int, splits: float) -> float:
-    """Of adding up the partial sums of an n tile: with more tokens its blocks share that."""
+    """Microseconds of adding up the partial sums of an n tile: with more tokens its blocks share that."""
     return _ADD_US * columns * tokens * (splits if tokens <= _ALONE_TOKENS else 1)
 
 

@@ -46,14 +46,14 @@ def _first_rows(shards: tuple[Shard, ...], limits: GpuLimits) -> int | None:
 
 
 def _splits_evenly(n_tiles: int, depth: int, multiprocessors: int) -> bool:
-    """Whether equal parts of k, none of them short, give nearly every multiprocessor one part of a tile."""
+    """True where equal parts of k, none of them short, give nearly every multiprocessor one part of a tile."""
     parts = multiprocessors // n_tiles
     even = parts >= 2 and depth % parts == 0 and depth >= _LEAST_PART * parts
     return even and n_tiles * parts >= _FILLED * multiprocessors
 
 
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
-    """Whether the prefill kernel is the one for ``rows`` tokens of a fused linear."""
+    """True where the prefill kernel is the one for ``rows`` tokens of a fused linear."""
     first = _first_rows(shards, limits)
     return first is not None and rows >= first and not env.batch_invariant()
 

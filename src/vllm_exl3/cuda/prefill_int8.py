@@ -54,7 +54,7 @@ def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
 
 
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
-    """Whether int8 products are wanted for ``rows`` tokens of a fused linear, and served."""
+    """True where int8 products are wanted for ``rows`` tokens of a fused linear, and served."""
     return rows >= LEAST_ROWS and env.PRECISION.get() == "fast" and refusal(shards, limits) is None
 
 

@@ -12,8 +12,8 @@ _EPILOGUE_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 8000.0}
 
 _STORE_CYCLES = {64: 900.0, 128: 1500.0, 192: 1500.0, 256: 2000.0}
 _FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 3000.0, 1550.0, 512
-"""Of a split tile: to store partial sums; and to launch the reduction, which reads so many bytes a cycle. Sums of int8
-products have twice the bytes, and are taken to need twice the time to leave, which was not measured."""
+"""Cycles for a split tile: storing partial sums; and launching the reduction, which reads so many bytes a cycle. Sums
+of int8 products have twice the bytes, and are taken to need twice the time to leave, which was not measured."""
 
 _REDUCE_CYCLES, _REDUCE_TOKEN_CYCLES = {64: 1800.0, 128: 3000.0}, 30.0
 """The same where clusters reduce the tiles that they split, each a slice: and for each of the slice's tokens."""

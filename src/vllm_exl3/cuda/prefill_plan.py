@@ -122,7 +122,7 @@ class _Kernel:
 
     @property
     def reduces(self) -> bool:
-        """Whether it can end split tiles itself: prefill/reduction.cuh."""
+        """True where it reduces split tiles itself: prefill/reduction.cuh."""
         return self.pairs > 1
 
     @property

@@ -7,7 +7,7 @@ from vllm_exl3.cuda.geometry import GpuLimits
 __all__ = ["split"]
 
 _EXCHANGE, _N_TILE_COST, _SECOND_COST = 6, 6, 8
-"""What sharing and ending n tiles costs, in k blocks of work: adding up an n tile that blocks share; ending an n tile
+"""Costs of sharing and finishing n tiles, in k blocks of work: adding up an n tile that blocks share; ending an n tile
 and beginning the next; the same where the block has an exchange at both. From traces of an H200
 (docs/notes/kernels-gpu.md)."""
 

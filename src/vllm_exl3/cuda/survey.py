@@ -24,7 +24,7 @@ _SHAPES = ((1024, 1024), (8192, 128256))
 
 
 def typical_limits(architecture: str) -> GpuLimits:
-    """What kernel choice needs to know of an architecture, without a GPU.
+    """A typical GPU of an architecture, as far as the choice of kernels depends on it.
 
     Raises:
         ValueError: no kernel is known to compile for it.
@@ -57,7 +57,7 @@ def every_kind() -> list[tuple[int, int]]:
 
 
 def pack_codes(pack: Pack) -> list[Codes]:
-    """What the layers of a pack need, from its headers: each linear by itself, and those that vLLM may fuse.
+    """The kinds of the layers of a pack, from its headers: each linear by itself, and those that vLLM may fuse.
 
     Routed experts are left out, since they have kernels of their own.
     """

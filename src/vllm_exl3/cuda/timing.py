@@ -34,11 +34,11 @@ _ROTATED_BYTES, _MOST_COPIES = 320e6, 1024
 _INSTRUCTIONS_A_WEIGHT = 3.0
 
 _OPERATIONS_A_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 1024, 121: 1024}
-"""Of a multiprocessor's tensor cores, in dense products of fp16 with sums in fp32, by compute capability: what NVIDIA's
-architecture papers give for the fastest card of each."""
+"""Rate of a multiprocessor's tensor cores, in dense products of fp16 with sums in fp32, by compute capability: what
+NVIDIA's architecture papers give for the fastest card of each."""
 
 _CLOCK_KHZ = 1_980_000
-"""Of an H200's multiprocessors, where torch does not tell a GPU's."""
+"""Clock of an H200's multiprocessors, where torch does not tell a GPU's."""
 
 
 def random_trellis(words: int) -> torch.Tensor:

@@ -162,6 +162,6 @@ def _place_shards(
 
 
 def _splits_k(shards: Sequence[Shard], limits: GpuLimits) -> bool:
-    """Whether the wide kernel's pairs take turns at k: it depends on (N, K) alone, as it decides the order of sums."""
+    """True where the wide kernel's pairs take turns at k: by (N, K) alone, since it decides the order of sums."""
     k_blocks = sum(-(-shard.out_features // (2 * BLOCK)) * (shard.in_features // BLOCK_K) for shard in shards)
     return k_blocks <= _SPLIT_K_BLOCKS * limits.multiprocessors

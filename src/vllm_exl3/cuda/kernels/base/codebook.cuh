@@ -16,7 +16,7 @@ constexpr int MUL1_OFFSET_18 = -905216;   // 1024·k_inv + k_bias = -3.453125 = 
 
 constexpr u32 MUL1_MULTIPLIER = 0x83DCD12Du, MCG_MULTIPLIER = 0xCBAC1FEDu, INST3_MULTIPLIER = 89226354u, INST3_ADDEND = 64248484u;
 
-// What the two other codebooks make of a product: two fp16.
+// The two fp16 that mcg and 3INST make of a product.
 __device__ __forceinline__ u32 halves_of(u32 x) {
     u32 halves;  // (x & mask) ^ bits in one instruction: the compiler makes two of it, because each takes one immediate
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(halves) : "r"(x), "r"(0x8FFF8FFFu), "r"(0x3B603B60u));

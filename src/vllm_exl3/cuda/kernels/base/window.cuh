@@ -20,7 +20,7 @@ struct Window {
     // A whole-K string starts one word before the lane's own; a half-K string starts at the first state itself.
     static constexpr int start(int p) { return consumed(p) + (whole ? 16 : 0); }
     static constexpr bool byte_aligned = HALF_BITS == 2 || HALF_BITS == 4 || HALF_BITS == 8 || HALF_BITS == 16;
-    // Whether `get` gives a state in both halves of a word: a byte permute can do that wherever its two bytes are, also in two words,
+    // True where `get` gives a state in both halves of a word: a byte permute can do that wherever its two bytes are, also in two words,
     // while clearing the upper half would leave no room for a second word.
     static constexpr bool twice = byte_aligned || HALF_BITS == 6 || HALF_BITS == 12;
 

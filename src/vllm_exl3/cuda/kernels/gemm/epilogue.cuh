@@ -252,7 +252,7 @@ __device__ __forceinline__ void finish_n_tile(const Sum (&sums)[TOKENS / 2], con
     if constexpr (FIRST + STAGED < TOKENS) finish_n_tile<TOKENS, PARTIALS, FIRST + STAGED>(sums, block, epilogue, own);
 }
 
-// Whether all other partial tiles are there of the n tile that the block's range ends with, under stream-K. If not, or if there
+// True where all other partial tiles are there of the n tile that the block's range ends with, under stream-K. If not, or if there
 // are several others, the block's own has been stored.
 template <int TOKENS, class Sum>
 __device__ __forceinline__ bool claim_tile(const Sum (&sums)[TOKENS / 2], const GemmBlock& block, const EpilogueWork& epilogue) {

@@ -9,7 +9,7 @@
 #include "base/decode_int8.cuh"
 #include "base/wgmma_int8.cuh"
 
-// What a shard's weights are to the tensor cores. HALF: fp16, the weight itself or for mul1 its sum of bytes; BYTE: mul1 rounded to int8 as
+// A shard's weights as operands of the tensor cores. HALF: fp16, the weight itself or for mul1 its sum of bytes; BYTE: mul1 rounded to int8 as
 // prefill/int8.cuh defines it, multiplied by activations of one int8.
 template <int HALF_BITS, int CODEBOOK, int ARITHMETIC>
 struct GemmKind {

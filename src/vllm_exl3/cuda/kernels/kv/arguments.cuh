@@ -46,7 +46,7 @@ struct KvShape {
     static constexpr int ROWS_AT = SHIFTS_AT + 4 * SHIFT_BYTES;
 };
 
-// What is known of a block's rows, in shared memory.
+// A block's rows, in shared memory.
 template <int ROWS>
 struct KvRows {
     float tops[ROWS][KV_WARPS];  // what each warp's weights are relative to, binary logarithms

@@ -33,7 +33,7 @@ struct Choice {
     }
 };
 
-// What a lane knows of eight choices: the row that it loads, and the two whose results it has.
+// A lane's view of eight choices: the row that it loads, and the two whose results it has.
 struct Eight {
     const uint4* row;  // or null
     const u16* svh[2];

@@ -15,7 +15,7 @@ constexpr int MOE_WARPS = INSTANCE_WARPS, MOE_THREADS = 32 * MOE_WARPS, MOE_SLIC
 constexpr int MOE_TILES = 4;  // tile columns of half an n block
 constexpr int MOE_N_BLOCK_TILES = 2 * MOE_TILES;
 
-// What a work tile's rows are.
+// Descales, sums of activations and slots of a work tile's rows.
 template <int TILE_ROWS>
 struct MoeRowInfo {
     float descale[TILE_ROWS];
@@ -30,7 +30,7 @@ struct MoeShared {
     MoeRowInfo<TILE_ROWS> row_info[2];  // of two work tiles: some warps store rows of one while others begin the next
 };
 
-// What one work tile multiplies.
+// The operands of one work tile.
 struct MoeWorkTile {
     const MoeStage& stage;
     const Projection& projection;

@@ -16,7 +16,7 @@ struct HiddenMemory {
           largest(reinterpret_cast<u32*>(fragments + blocks * 4 * 2 * 2 * 32)) {}
 };
 
-// What a chunk's 128-blocks have in common.
+// Operands that a chunk's 128-blocks have in common.
 struct HiddenSource {
     const u16* scales[3];  // as HiddenMemory names them
     float factors[2][2];   // of gate (or up alone) and up, of a lane's two rows

@@ -14,7 +14,7 @@ __device__ __forceinline__ RowScale input_scale(float x, float suh) {
     return {__uint_as_float(exponent << 23), x * suh <= 2.9e37f ? descale : x * suh * 1.0e30f};
 }
 
-// What the warps of a block need to know of its next chunks, in shared memory: looked up for many at once, since every step
+// The next chunks of a block, in shared memory for its warps: looked up for many at once, since every step
 // waits for the one before it.
 struct InputChunks {
     static constexpr u32 COUNT = 16;

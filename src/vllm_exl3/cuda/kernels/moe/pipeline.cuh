@@ -1,4 +1,4 @@
-// What streams through the grouped GEMM for many rows: the list of work, the pipeline of k blocks in shared memory, and the first
+// The pipeline of the grouped GEMM for many rows: the list of work, the pipeline of k blocks in shared memory, and the first
 // warp's fetching, which runs on over the ends of work tiles.
 #pragma once
 #include "base/barrier.cuh"
@@ -46,7 +46,7 @@ struct MoePipeline {
     }
 };
 
-// What is fetched next.
+// The position of the producer.
 template <int K_BLOCKS>
 struct WideCursor {
     const u8 *weights, *activations;

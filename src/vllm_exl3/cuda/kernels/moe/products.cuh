@@ -46,7 +46,7 @@ __device__ __forceinline__ u32 product_at(const u32 (&words)[K::Window::words]) 
     }
 }
 
-// What the tensor core multiplies of it.
+// The operand of the tensor core.
 template <class K, int P>
 __device__ __forceinline__ u32 operand_at(const u32 (&words)[K::Window::words]) {
     const u32 product = product_at<K, P>(words);

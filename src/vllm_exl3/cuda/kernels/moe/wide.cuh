@@ -111,7 +111,7 @@ template <class First, class... Rest> struct WideKinds {
     }
 };
 
-// What a work tile means is looked up again behind the loop, where registers are free.
+// The work tile is looked up again behind the loop, where registers are free.
 template <class List, int ROWS, class Pair>
 __device__ __forceinline__ void run_rows(Pair& pair, u32 work_tile) {
     float sums[ROWS / 2] = {};

@@ -59,7 +59,7 @@ struct TwoPlanes {
         store_shared(place, high[0], high[1]);
         store_shared(place + 64, low[0], low[1]);
     }
-    // What products start from and how their sums are scaled, once the sums are those of all lanes: -510 of the offset on either
+    // The start of products and the scale of their sums, once the sums are those of all lanes: -510 of the offset on either
     // plane, the rest of it, rounded, on the low one: half a unit of 10^7 is lost.
     __device__ __forceinline__ void end(u32 token, float descale, bool stores) const {
         const float rest = static_cast<float>(128 * high_sum + low_sum) * (MUL1_OFFSET + 510.0f);

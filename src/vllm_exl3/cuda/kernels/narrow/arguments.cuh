@@ -18,7 +18,7 @@ constexpr u32 THREADS = 32 * WARPS;
 constexpr u32 ROTATE_WARPS = 4, ROTATE_THREADS = 32 * ROTATE_WARPS;  // of the kernel that only rotates
 constexpr u32 K_TILES = 8;   // k-tiles of a k block
 
-// What the first copy of weights needs lies in the first 64 bytes of constant memory that arguments take part in (they begin 16 bytes
+// Fields that the first copy of weights needs lie in the first 64 bytes of constant memory that arguments take part in (they begin 16 bytes
 // into it), what rotating needs in two more: every such line costs a launch a miss.
 struct NarrowShard {
     const u8* trellis;

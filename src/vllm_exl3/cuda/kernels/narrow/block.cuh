@@ -30,7 +30,7 @@ private:
 // the first of several rounds of them, with the rest of the pipeline to follow.
 enum LoadState { CACHED, IN_FLIGHT, ISSUED, FIRST_ISSUED };
 
-// Whether a warp that rotates in several rounds issues the rest of its pipeline after the input of the last. As measured.
+// True where a warp that rotates in several rounds issues the rest of its pipeline after the input of the last. As measured.
 template <class K, class List> constexpr bool DEFERS_WEIGHTS = List::single && (K::arithmetic != HALF || (K::byte_sums && K::tile_rows > 8));
 
 // One block's state through its n tiles.
@@ -107,9 +107,9 @@ struct NarrowBlock {
         if (!begun()) fill_pipeline();
         return ISSUED;
     }
-    // Whether activations were cached before.
+    // True after the first activations were cached.
     __device__ __forceinline__ bool begun() const { return cached_begin != cached_end; }
-    // Whether this warp says that the block has begun: once, in two steps with a barrier between them.
+    // True for the warp that announces the block's arrival: once, in two steps with a barrier between them.
     __device__ __forceinline__ bool announces_arrival() const { return !clustered && !begun() && warp == reduction.leader; }
     // Issues the loads of the pipeline that `start` did not.
     __device__ __forceinline__ void fill_pipeline() {

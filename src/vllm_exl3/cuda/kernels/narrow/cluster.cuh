@@ -43,7 +43,7 @@ __device__ __forceinline__ void send_partial(const NarrowArgs& args, const Total
     }
 }
 
-// What a warp does at once of the tasks of its block: all of its loads are issued beforehand.
+// Tasks that a warp reduces at once: all of their loads are issued beforehand.
 constexpr int TASKS_AT_ONCE = 2;
 
 template <int J, int TILE_ROWS>

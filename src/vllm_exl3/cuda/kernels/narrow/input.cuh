@@ -16,7 +16,7 @@ struct Raw {
 template <int VECTORS>
 __device__ __forceinline__ u32 channel_of(int vector, int lane) { return 64 * vector + 8 * (lane % (16 / VECTORS)); }
 
-// Whether x can be read 16 bytes at a time.
+// True where x can be read 16 bytes at a time.
 __device__ __forceinline__ bool reads_whole(const NarrowArgs& args) {
     return args.x_type != F32 && (args.in_width | args.x_stride) % 8 == 0 && reinterpret_cast<u64>(args.x) % 16 == 0;
 }
@@ -64,7 +64,7 @@ __device__ __forceinline__ void rotate_raw(float (&v)[8 * VECTORS], const Raw<VE
     hadamard128_part<16 / VECTORS>(v, lane);
 }
 
-// What the k blocks [begin, end) of one shard multiply, rotated by WARPS_OF_BLOCK warps. Scales and input of a warp's first rotation are
+// Activations of the k blocks [begin, end) of one shard, rotated by WARPS_OF_BLOCK warps. Scales and input of a warp's first rotation are
 // issued early, and nothing but them lives meanwhile.
 template <class K, u32 WARPS_OF_BLOCK>
 struct Rotations {

@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 state_in(u32 string) {
     else return multiply_add(string, POWERS[offset], 0) >> 16;
 }
 
-// Whether permutes of bytes cut states out, or shifts that are spread over two pipes. Where K does not divide 8 permutes are fewer
+// True where permutes of bytes cut states out; else shifts that are spread over two pipes. Where K does not divide 8 permutes are fewer
 // instructions, but more on one pipe, which K = 3 and other codebooks' masks have no room for; as measured.
 template <class K>
 constexpr bool PERMUTES =

@@ -146,7 +146,7 @@ struct LanePlaces {
     }
 };
 
-// What a lane needs of the tokens of a k block: INTEGER columns 2q, 2q+1 are the planes of token q (of 4 a group), else tokens
+// A lane's operands of the tokens of a k block: INTEGER columns 2q, 2q+1 are the planes of token q (of 4 a group), else tokens
 // 2q, 2q+1 (of 8 a group).
 template <class K>
 struct LaneTokens {

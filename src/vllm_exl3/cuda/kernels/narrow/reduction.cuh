@@ -138,7 +138,7 @@ private:
     static __device__ __forceinline__ u32* role_of(const NarrowArgs& args, const SharedTile& tile, u32 block) {
         return role_at<J>(args, partial_of(block, tile.n_tile.index), TILE_ROWS);
     }
-    // Whether blocks had ended before the last one began: it takes over their slices.
+    // True where blocks had exited before the last one began: it takes over their slices.
     static __device__ __forceinline__ bool any_exited(const NarrowArgs& args, const SharedTile& tile, int lane) {
         bool left = false;
         for (u32 slice = lane; slice < tile.blocks; slice += 32) left |= load_role(role_of(args, tile, tile.first + slice)) == EXITED;

@@ -9,7 +9,7 @@
 template <int PENDING>
 __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
-// What a warp has decoded: the product that comes next, and the words of its step.
+// A warp's decoded operands: of the product that comes next, and the words of its step.
 template <class K>
 struct DecodedStep {
     u32 a[2][4], words[K::Window::words];

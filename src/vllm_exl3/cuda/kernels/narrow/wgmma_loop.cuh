@@ -22,7 +22,7 @@ __device__ __forceinline__ void start_k_half(float (&sums)[4 * K::columns], Step
     warpgroup_commit();
 }
 
-// What the tokens' sums are multiplied by, and what is added then for all that decoding leaves out.
+// The descales of the tokens' sums, and the offsets that decoding leaves out.
 template <class K>
 struct TokenFactors {
     float descale[K::columns][2], offset[K::columns][2];
@@ -91,10 +91,10 @@ __device__ __forceinline__ void multiply_cached_wgmma(Totals<K> (&totals)[J], fl
     }
 }
 
-// Whether registers suffice to decode while activations are on their way.
+// True where registers suffice to decode while activations are on their way.
 template <class K, class Block> constexpr bool DECODES_EARLY = K::byte_sums && Block::single;
 
-// What is decoded before activations are there. With more than 16 tokens a warp has one tile column.
+// Operands that are decoded before activations are there. With more than 16 tokens a warp has one tile column.
 template <class K> constexpr bool INTERLEAVED = K::tile_rows > 16;
 template <class K, bool = INTERLEAVED<K>> struct FirstDecoded { using type = DecodedStep<K>; };
 template <class K> struct FirstDecoded<K, false> { using type = Step<K>[2]; };

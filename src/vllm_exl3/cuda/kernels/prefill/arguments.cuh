@@ -124,7 +124,7 @@ struct PrefillScheduler {
 // The channel of its k-tile that a word of matrix `matrix` of a k block's activations begins with; the word has the next one, too.
 __device__ __forceinline__ constexpr u32 operand_channel(u32 matrix) { return matrix / 2 * 2 + matrix % 2 * 8; }
 
-// What products of byte sums leave out, for some activations as they are stored before signs are flipped: see base/codebook.cuh.
+// The offset that products of byte sums leave out, for some activations as they are stored before signs are flipped: see base/codebook.cuh.
 struct ComplementSum {
     float plain = 0.0f, complement = 0.0f;  // sums of activations
 

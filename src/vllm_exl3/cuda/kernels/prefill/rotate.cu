@@ -110,7 +110,7 @@ struct Rotation {
 #pragma unroll
         for (u32 pair = 0; pair < 4; ++pair) fetch_pair(place, block, pair);
     }
-    // What the lane multiplies of a place.
+    // The lane's operands of a place.
     __device__ __forceinline__ void take(u32 (&words)[4][4], u32 place) const {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)

@@ -30,7 +30,7 @@ __device__ __forceinline__ float larger(float most, float value) {
     return result;
 }
 
-// What a thread rotates: k block `k_block` of the row `row`, which is the block's row `in_block`.
+// A thread's part of the rotation: k block `k_block` of the row `row`, which is the block's row `in_block`.
 struct RowSlice {
     u32 row, in_block, k_block;
     bool exists;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void stage(float* outputs, const float4& sum, int fir
     row[0] = sum.x, row[OUTPUT_PITCH] = sum.y, row[8] = sum.z, row[OUTPUT_PITCH + 8] = sum.w;
 }
 
-// What storing an n tile needs from memory, loaded before the sums are exchanged.
+// Operands of the epilogue of an n tile, loaded before the sums are exchanged.
 template <int TOKENS>
 struct TileOutputs {
     uint2 svh;

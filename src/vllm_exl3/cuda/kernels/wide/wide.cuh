@@ -28,7 +28,7 @@ struct WidePipeline {
     }
 };
 
-// What the first warp keeps besides: which k block goes to which stage next.
+// The producer's state, in the first warp: which k block goes to which stage next.
 struct WideProducer {
     Cursor cursor;
     u32 filled, phase;  // stage, and the parity of its empty barrier
