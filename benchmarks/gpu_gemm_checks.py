@@ -75,7 +75,7 @@ def run(
         tensors: trellis, suh and svh, flat.
         bias: ``[columns]`` or None.
         shards: the layer's.
-        cut: how to divide the work.
+        partition: how to divide the work.
         shift: elements that the output's rows lie beside whole vectors.
         int8: multiply int8.
     """

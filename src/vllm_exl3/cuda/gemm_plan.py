@@ -176,7 +176,7 @@ def _check_partition(partition: GemmPartition, n_tiles: int, depth: int) -> None
 
 
 def _staging(tokens: int) -> int:
-    """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm/epilogue.cuh."""
+    """Shared memory that the epilogue of a Hadamard block takes: ``gemm_staging_bytes`` of gemm/epilogue.cuh."""
     staged = tokens // 4 if tokens > 112 else tokens // 2 if tokens > 80 else tokens
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * staged * (BLOCK + 4)
 

@@ -38,9 +38,9 @@ class NarrowMemory:
     """Shared memory of a launch.
 
     Attributes:
-        pipeline: k blocks of a warp's pipeline.
+        stages: k blocks of a warp's pipeline.
         cached: k blocks whose activations are cached at once.
-        halves: how often that is there: twice where the next ones are fetched meanwhile.
+        buffers: of cached activations: two where the next ones are fetched meanwhile.
         record: bytes of a k block's activations.
         shared: dynamic shared memory in bytes.
     """

@@ -31,7 +31,7 @@ class NarrowPartition:
 
     Attributes:
         columns: tile columns a warp multiplies; an n tile is 256 channels times that.
-        parts: blocks that share an n tile equally, or 0 where the whole list is partitioned.
+        splits: split-K: blocks that share an n tile equally; 0: stream-K over the whole list.
         blocks: thread blocks a row tile.
     """
 
@@ -83,7 +83,7 @@ def _n_tiles(shards: Sequence[Shard], columns: int) -> list[int]:
 def _stream_k(
     shards: Sequence[Shard], limits: GpuLimits, columns: int, tokens: int
 ) -> list[tuple[float, NarrowPartition]]:
-    """Every block takes an equal part of the whole list, and mostly ends one n tile and part of a second."""
+    """Stream-K: an equal range of the whole list for every block, mostly one n tile's end and part of a second."""
     n_tiles = _n_tiles(shards, columns)
     k_blocks = sum(count * (shard.in_features // BLOCK) for count, shard in zip(n_tiles, shards, strict=True))
     blocks = min(limits.multiprocessors, k_blocks)
@@ -94,7 +94,7 @@ def _stream_k(
 def _split_k(
     shards: Sequence[Shard], limits: GpuLimits, columns: int, tokens: int
 ) -> list[tuple[float, NarrowPartition]]:
-    """Every block takes an equal part of one n tile; the shards must be of one depth."""
+    """Split-K: an equal range of one n tile for every block; the shards must be of one depth."""
     depths, n_tiles, found = {shard.in_features // BLOCK for shard in shards}, sum(_n_tiles(shards, columns)), []
     for depth in depths if len(depths) == 1 else ():
         for splits in range(1, depth + 1):

@@ -1,6 +1,6 @@
 """The fast mode of the linear op for many tokens: int8 products of mul1 weights, asked for by VLLM_EXL3_PRECISION.
 
-Two launches, or three: one rotates the input and rounds it to int8, one decodes, multiplies and ends tiles, and where
+Two launches, or three: one rotates the input and rounds it to int8, one decodes, multiplies and stores tiles, and where
 several clusters have parts of a tile a last one adds them up.
 `vllm_exl3.ops.int8` is the same arithmetic in plain PyTorch; docs/fast-mode.md says what it costs.
 """

@@ -8,7 +8,7 @@ __all__ = ["PrefillPartition", "choose_partition"]
 _K_BLOCK_CYCLES = {64: 1250.0, 128: 1450.0, 192: 930.0, 256: 1047.0}
 _INT8_K_BLOCK_CYCLES = {64: 1250.0, 128: 1400.0, 192: 680.0, 256: 690.0}
 _EPILOGUE_CYCLES = {64: 4500.0, 128: 7500.0, 192: 6000.0, 256: 8000.0}
-"""Cycles of a k block, and of a tile's end: measured on an H200 (docs/notes/kernels-prefill.md)."""
+"""Cycles of a k block, and of a tile's epilogue: measured on an H200 (docs/notes/kernels-prefill.md)."""
 
 _STORE_CYCLES = {64: 900.0, 128: 1500.0, 192: 1500.0, 256: 2000.0}
 _FINISH_CYCLES, _FINISH_BYTES, _PART_BYTES = 3000.0, 1550.0, 512
@@ -31,7 +31,7 @@ class PrefillPartition:
         whole_tiles: tiles that one cluster computes from end to end, in turn.
         ranges: equal ranges of k blocks that the remaining tiles are split into, at most one a cluster.
         cost: estimated time, in cycles.
-        ended: whether the clusters end the split tiles themselves, not a launch of its own.
+        reduces: whether the clusters reduce the split tiles themselves, not a launch of its own.
     """
 
     clusters: int
@@ -51,12 +51,9 @@ def choose_partition(
     one range of k blocks a cluster, which leaves no cluster idle but has parts of two tiles in most.
 
     Args:
-        tiles: of the launch.
-        depth: k blocks of a tile's k.
-        tokens: of a tile.
-        clusters: that run at once.
-        int8: whether the kernel is the one that multiplies int8.
-        ends: whether the kernel can end split tiles itself, which saves a launch where no cluster has parts of two.
+        tiles: of the launch. depth: k blocks of a tile's k. tokens: of a tile. clusters: that run at once. int8:
+        whether the kernel is the one that multiplies int8. reduces: whether the kernel can reduce split tiles itself,
+        which saves a launch where no cluster has parts of two.
     """
     k_block, end = (_INT8_K_BLOCK_CYCLES if int8 else _K_BLOCK_CYCLES)[tokens], _EPILOGUE_CYCLES[tokens]
     size = 2 if int8 else 1  # of a part, to that of one in fp16

@@ -56,7 +56,7 @@ FINISH, INT8_FINISH = (
     Instance("prefill/reduce.cu", "exl3_prefill_finish", (("INSTANCE_PARTIALS", parts),))
     for parts in ("HalfPartials", "IntPartials")
 )
-"""The kernels that end tiles of which several clusters have parts: of fp16 products, and of int8 ones."""
+"""The kernels that reduce split tiles: of fp16 products, and of int8 ones."""
 
 _DEVICE = constants("prefill/shape.cuh")
 _PAIR_THREADS, _BARRIERS = _DEVICE["PAIR_THREADS"], _DEVICE["BARRIER_BYTES"]
@@ -148,7 +148,7 @@ class _Kernel:
 
 
 def _staging(tokens: int) -> int:
-    """Shared memory that the ends of a Hadamard block's tiles take: prefill/shape.cuh, prefill/epilogue_mma.cuh."""
+    """Shared memory that the epilogue of a Hadamard block takes: prefill/shape.cuh, prefill/epilogue_mma.cuh."""
     outputs = 64 * 64 * 2 + (tokens + 1) * BLOCK * 2 if tokens > 128 else 64 * (BLOCK + 4) * 4
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + outputs
 

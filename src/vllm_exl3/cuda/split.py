@@ -16,9 +16,9 @@ and beginning the next; the same where the block has an exchange at both. From t
 def split(n_tiles: int, depths: frozenset[int], limits: GpuLimits) -> int:
     """How many blocks share the work.
 
-    Either every n tile is cut into equal parts, one a block, or the whole list of k blocks is: no block idles then, but
-    most end one n tile and begin another, and pay for the end of an n tile twice. The answer decides the order of fp32
-    sums, so nothing else may enter it.
+    Either split-K, an equal part of an n tile for each block, or stream-K over the list of k blocks: no block idles
+    then, but most finish one n tile and begin another, and pay for an epilogue twice. The answer decides the order of
+    fp32 sums, so nothing else may enter it.
 
     Args:
         n_tiles: n tiles of all shards.
