@@ -15,10 +15,10 @@ from gpu_linear_checks import KINDS, Checks, exact, sample_of_kinds
 
 from vllm_exl3.cuda import gemm, linear, runtime
 from vllm_exl3.cuda.binding import bind
-from vllm_exl3.cuda.gemm_plan import FEW_TOKENS, GEMM_TILES, INT8_GEMM_TILES, GemmCut, gemm_instance, plan_gemm
+from vllm_exl3.cuda.gemm_plan import FEW_TOKENS, GEMM_TILES, INT8_GEMM_TILES, GemmPartition, gemm_instance, plan_gemm
 from vllm_exl3.cuda.geometry import round_up
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
-from vllm_exl3.cuda.prefill_input import FEW, TRANSFORM
+from vllm_exl3.cuda.prefill_input import ROTATE_FEW, TRANSFORM
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.int8 import MOST_HALF_BITS, linear_int8
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -44,8 +44,8 @@ BYTES = (
 )
 BYTE_KINDS = tuple(kind for kind in KINDS if kind[1] == Codebook.MUL1 and kind[0] <= MOST_HALF_BITS)
 
-CUTS = (None, GemmCut(32, False), GemmCut(5, False), GemmCut(8, True), GemmCut(32, True))
-"""Of four strips of eight units."""
+PARTITIONS = (None, GemmPartition(32, False), GemmPartition(5, False), GemmPartition(8, True), GemmPartition(32, True))
+"""Of four n tiles of eight k blocks."""
 
 LIMITS = {torch.float16: 6e-4, torch.bfloat16: 3e-3, torch.float32: 5e-4}
 """Largest relative error allowed, by the output's dtype."""
@@ -61,7 +61,7 @@ def run(
     tensors: Iterable[torch.Tensor],
     bias: torch.Tensor | None,
     shards: Sequence[Shard],
-    cut: GemmCut | None = None,
+    partition: GemmPartition | None = None,
     *,
     shift: int = 0,
     int8: bool = False,
@@ -75,12 +75,12 @@ def run(
         tensors: trellis, suh and svh, flat.
         bias: ``[columns]`` or None.
         shards: the layer's.
-        cut: how to divide the work.
+        partition: how to divide the work.
         shift: elements that the output's rows lie beside whole vectors.
         int8: multiply int8.
     """
     device, layout = runtime.device(torch.cuda.current_device()), tuple(shards)
-    plan = plan_gemm(layout, x.shape[0], x.shape[1], device.limits, cut, int8=int8)
+    plan = plan_gemm(layout, x.shape[0], x.shape[1], device.limits, partition, int8=int8)
     columns = sum(shard.crop_size for shard in layout)
     pitch = round_up(columns, 8) + 2 * _GUARD + shift
     around = torch.full((x.shape[0] + 2, pitch), math.nan, dtype=x.dtype, device=x.device)
@@ -110,7 +110,7 @@ def prepare(kinds: Iterable[Sequence[tuple[int, int]]], tiles: Iterable[int], *,
     """Compile, in parallel, the kernels of layers of these kinds."""
     wanted = [gemm_instance(tokens, sorted(set(layer)), int8=int8) for tokens in tiles for layer in kinds]
     started = time.perf_counter()
-    runtime.device(torch.cuda.current_device()).prepare([*wanted, TRANSFORM, *FEW.values()])
+    runtime.device(torch.cuda.current_device()).prepare([*wanted, TRANSFORM, *ROTATE_FEW.values()])
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -135,7 +135,7 @@ def prepare_sample(seed: int) -> None:
     wanted += [gemm_instance(tokens, [ONE], int8=True) for tokens in (16, 64, 128)]
     for layer, int8 in ((RATES, False), (CODEBOOKS, False), (BYTES, True)):
         wanted += [gemm_instance(tokens, sorted(set(kinds_of(layer))), int8=int8) for tokens in (32, 64)]
-    runtime.device(torch.cuda.current_device()).prepare([*wanted, TRANSFORM, *FEW.values()])
+    runtime.device(torch.cuda.current_device()).prepare([*wanted, TRANSFORM, *ROTATE_FEW.values()])
 
 
 def check_kinds(checks: Checks, seed: int) -> None:
@@ -148,15 +148,15 @@ def check_every_kind(checks: Checks, seed: int, kinds: Sequence[tuple[int, Codeb
     if every == 1:
         prepare([[kind] for kind in kinds], GEMM_TILES)
     for index, (half_bits, codebook) in enumerate(kinds):
-        shard = Shard(half_bits, codebook, 1024, 896, 0, 896)  # 4 strips of 8 units
+        shard = Shard(half_bits, codebook, 1024, 896, 0, 896)  # 4 n tiles of 8 k blocks
         tensors = random_weights(shard, seed + index)
         x = torch.randn(128, 1024, device="cuda")
         expected = exact(x, shard, *tensors)
         for tokens in _tiles(seed + index, every):
             for rows in (tokens, tokens - 3, tokens - 7):
-                for cut in CUTS:
-                    name = f"K={half_bits / 2} {Codebook(codebook).label} M={rows} {cut}"
-                    found = run(checks, name, x[:rows], tensors, None, (shard,), cut)
+                for partition in PARTITIONS:
+                    name = f"K={half_bits / 2} {Codebook(codebook).label} M={rows} {partition}"
+                    found = run(checks, name, x[:rows], tensors, None, (shard,), partition)
                     checks.compare(name, f"gemm{tokens}", found, expected[:rows], LIMITS[torch.float32])
 
 
@@ -176,9 +176,9 @@ def check_every_kind_of_int8(checks: Checks, seed: int, every: int = 1) -> None:
         expected = linear_int8(x, *tensors, None, tuple(pack_shards([shard])))
         for tokens in _tiles(seed + index, every, True):
             for rows in (tokens, tokens - 3, tokens - 7):
-                for cut in CUTS:
-                    name = f"int8 K={kind[0] / 2} M={rows} {cut}"
-                    found = run(checks, name, x[:rows], tensors, None, (shard,), cut, int8=True)
+                for partition in PARTITIONS:
+                    name = f"int8 K={kind[0] / 2} M={rows} {partition}"
+                    found = run(checks, name, x[:rows], tensors, None, (shard,), partition, int8=True)
                     checks.compare(name, f"int8 {tokens}", found, expected[:rows].double(), LIMITS[torch.float32])
 
 
@@ -186,25 +186,25 @@ def check_cuts(checks: Checks, seed: int) -> None:
     """Two to 32 equal parts of a strip, few and many ranges of the list; a row's bits alone, twice, in every batch."""
     prepare([[ONE]], GEMM_TILES)
     prepare([[ONE]], (16, 64, 128), int8=True)
-    shard = Shard(*ONE, 8192, 1024, 0, 1024)  # 4 strips of 64 units
+    shard = Shard(*ONE, 8192, 1024, 0, 1024)  # 4 n tiles of 64 k blocks
     tensors = random_weights(shard, seed)
     x = torch.randn(128, 8192, device="cuda")
     exactly, rounded = exact(x, shard, *tensors), linear_int8(x, *tensors, None, tuple(pack_shards([shard]))).double()
-    equal = [GemmCut(4 * parts, True) for parts in (2, 4, 8, 16, 32)]
-    lists = [GemmCut(blocks, False) for blocks in (1, 3, 5, 77, 131, 132)]
-    for cut in (None, *equal, *lists):
+    equal = [GemmPartition(4 * parts, True) for parts in (2, 4, 8, 16, 32)]
+    lists = [GemmPartition(blocks, False) for blocks in (1, 3, 5, 77, 131, 132)]
+    for partition in (None, *equal, *lists):
         for int8, expected, batches in (
             (False, exactly, (1, 2, 9, 17, 31, 33, 41, 57, 64, 70, 90, 100)),
             (True, rounded, (1, 16, 50, 64)),
         ):
-            name = f"int8={int8} {cut}"
-            whole = run(checks, name, x, tensors, None, (shard,), cut, int8=int8)
+            name = f"int8={int8} {partition}"
+            whole = run(checks, name, x, tensors, None, (shard,), partition, int8=int8)
             checks.compare(name, f"cuts int8={int8}", whole, expected, LIMITS[torch.float32])
-            checks.same(f"{name} twice", run(checks, name, x, tensors, None, (shard,), cut, int8=int8), whole)
+            checks.same(f"{name} twice", run(checks, name, x, tensors, None, (shard,), partition, int8=int8), whole)
             for rows in batches:
-                found = run(checks, f"{name} M={rows}", x[:rows], tensors, None, (shard,), cut, int8=int8)
+                found = run(checks, f"{name} M={rows}", x[:rows], tensors, None, (shard,), partition, int8=int8)
                 checks.same(f"{name} M={rows}", found, whole[:rows])
-            alone = run(checks, f"{name} last row", x[127:], tensors, None, (shard,), cut, int8=int8)
+            alone = run(checks, f"{name} last row", x[127:], tensors, None, (shard,), partition, int8=int8)
             checks.same(f"{name} last row", alone, whole[127:])
 
 
@@ -234,7 +234,7 @@ def check_layers(checks: Checks, seed: int) -> None:
         int8 = layer is BYTES
         parts = [random_weights(shard, seed + index) for index, shard in enumerate(layer)]
         tensors = [torch.cat(column) for column in zip(*parts, strict=True)]
-        strips = sum(-(-shard.out_features // 256) for shard in layer)
+        n_tiles = sum(-(-shard.out_features // 256) for shard in layer)
         for dtype, limit in LIMITS.items():
             wide = torch.randn(60, 2 * 2100, device="cuda").to(dtype)
             bias = torch.randn(sum(shard.crop_size for shard in layer), device="cuda").to(dtype)
@@ -245,10 +245,10 @@ def check_layers(checks: Checks, seed: int) -> None:
                 else:
                     each = [exact(x, shard, *part) for shard, part in zip(layer, parts, strict=True)]
                     expected = torch.cat(each, dim=1)
-                for cut in (None, GemmCut(20, False), GemmCut(17 * strips, True)):
+                for partition in (None, GemmPartition(20, False), GemmPartition(17 * n_tiles, True)):
                     for rows, added in ((25, bias), (32, None), (60, bias)):
-                        name = f"{label} {dtype} from {first} of {width} M={rows} {cut}"
-                        found = run(checks, name, x[:rows], tensors, added, layer, cut, shift=shift, int8=int8)
+                        name = f"{label} {dtype} from {first} of {width} M={rows} {partition}"
+                        found = run(checks, name, x[:rows], tensors, added, layer, partition, shift=shift, int8=int8)
                         plus = expected[:rows] if added is None else expected[:rows] + added
                         checks.compare(name, f"{label} {dtype}", found, plus, limit)
 
@@ -269,10 +269,10 @@ def check_magnitudes(checks: Checks, seed: int) -> None:
             checks.compare(name, "magnitude", found[row], expected[row], 7e-4)
     x = torch.randn(120, 14336, device="cuda")
     x[1], x[2, 5], x[3, 14335] = 0, math.nan, math.inf
-    for cut in (None, GemmCut(4, False), GemmCut(16, True)):
+    for partition in (None, GemmPartition(4, False), GemmPartition(16, True)):
         for rows, int8 in ((16, False), (60, False), (120, False), (16, True), (120, True)):
-            name = f"zeros {cut} M={rows} int8={int8}"
-            found = run(checks, name, x[:rows], tensors, None, (shard,), cut, int8=int8)
+            name = f"zeros {partition} M={rows} int8={int8}"
+            found = run(checks, name, x[:rows], tensors, None, (shard,), partition, int8=int8)
             checks.done += 1
             if not (found[1] == 0).all() or not found[2].isnan().all() or found[3].isfinite().any():
                 checks.failed.append(f"{name}: rows of zeros, NaN or infinity came out wrong")
@@ -306,12 +306,14 @@ def check_spikes(checks: Checks, seed: int) -> None:
         for dtype in (torch.float32, torch.float16):
             x = torch.stack(list(rows.values())).to(dtype)
             expected = exact(x, shard, *tensors)
-            for cut in (None, GemmCut(4, False)):
-                found = run(checks, f"spikes {width} {cut}", x, tensors, None, (shard,), cut)
+            for partition in (None, GemmPartition(4, False)):
+                found = run(checks, f"spikes {width} {partition}", x, tensors, None, (shard,), partition)
                 for row, name in enumerate(rows):
                     # 1.1e-2 at 28672 inputs in one chain of sums, which no chosen cut makes (docs/kernels-gpu.md).
                     limit = 5e-7 * width if name == "signed" else 1e-3
-                    checks.compare(f"{name} {width} {dtype} {cut}", f"spikes {name}", found[row], expected[row], limit)
+                    checks.compare(
+                        f"{name} {width} {dtype} {partition}", f"spikes {name}", found[row], expected[row], limit
+                    )
 
 
 def check_served(checks: Checks, seed: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from vllm_exl3.cuda import dequantize, linear, runtime
 from vllm_exl3.cuda.geometry import Form
-from vllm_exl3.cuda.narrow import MANY
+from vllm_exl3.cuda.narrow import NARROW_32
 from vllm_exl3.cuda.timing import random_weights
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.ops.trellis import decode, hadamard
@@ -21,7 +21,7 @@ from vllm_exl3.pack.stored import Codebook
 HALF_BITS = (*range(2, 17, 2), 3, 5, 7)
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
 FAST = Form(True, 8, fast=True)
-WIDE = (MANY, Form(False, 32), Form(False, 64), Form(False, 128))
+WIDE = (NARROW_32, Form(False, 32), Form(False, 64), Form(False, 128))
 """What Hopper has besides."""
 
 
@@ -118,7 +118,7 @@ def check_kinds(checks: Checks, seed: int) -> None:
 
 
 def check_every_kind(checks: Checks, seed: int, kinds: Sequence[tuple[int, Codebook]] = KINDS) -> None:
-    """Every K, codebook and form on an odd number of strips, for batch sizes around every tile size."""
+    """Every K, codebook and form on an odd number of n tiles, for batch sizes around every tile size."""
     prepare([[Shard(half_bits, codebook, 1024, 896, 0, 896)] for half_bits, codebook in kinds], forms())
     for half_bits, codebook in kinds:
         shard = Shard(half_bits, codebook, 1024, 896, 0, 896)
@@ -213,7 +213,7 @@ def check_layers(checks: Checks, seed: int) -> None:
 
 
 def check_large(checks: Checks, seed: int) -> None:
-    """Shapes whose units are not cut at the ends of strips, and batches of more than one tile."""
+    """Shapes whose k blocks are not cut at the ends of n tiles, and batches of more than one tile."""
     for shard in (Shard(4, Codebook.MUL1, 4096, 28672, 0, 28672), Shard(8, Codebook.MCG, 3968, 16384, 0, 16384)):
         tensors, layout = random_weights(shard, seed), pack_shards([shard])
         x = torch.randn(17, shard.in_features, device="cuda")

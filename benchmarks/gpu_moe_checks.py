@@ -13,7 +13,7 @@ from vllm_exl3.cuda import moe as kernels
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.moe_gemm import forms, gemm_instance
 from vllm_exl3.cuda.moe_geometry import MoeForm
-from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, SWIGLU_ROWS, TURNS
+from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, SCHEDULE, SWIGLU_ROWS
 from vllm_exl3.cuda.moe_timing import random_routing
 
 BOUND = 1.2e-3
@@ -71,7 +71,7 @@ def prepare(layers: Iterable[Iterable[Kind]]) -> None:
     started = time.perf_counter()
     codes = [tuple(sorted({(round(2 * bits), codebook) for bits, codebook in kinds})) for kinds in layers]
     wanted = [gemm_instance(code, form) for code in codes for form in every_form()]
-    device.prepare([ROWS, *GROUP_ROWS, SWIGLU_ROWS, COUNT, ROUTE, TURNS, COMBINE, COMBINE_ROWS, *wanted])
+    device.prepare([ROWS, *GROUP_ROWS, SWIGLU_ROWS, COUNT, ROUTE, SCHEDULE, COMBINE, COMBINE_ROWS, *wanted])
     print(f"{len(set(wanted))} kernels ready after {time.perf_counter() - started:.1f} s", flush=True)
 
 

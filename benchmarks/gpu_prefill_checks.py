@@ -61,7 +61,7 @@ def check_kinds(checks: Checks, seed: int) -> None:
 
 
 def check_every_kind(checks: Checks, seed: int, kinds: Sequence[tuple[int, Codebook]] = KINDS) -> None:
-    """Every K and codebook on an odd number of strips; tiles and cuts of k take turns."""
+    """Every K and codebook on an odd number of n tiles; tiles and cuts of k take turns."""
     shards = [Shard(half_bits, codebook, 1024, 896, 0, 896) for half_bits, codebook in kinds]
     for tile, tokens in enumerate(TILES):
         prepare([(shard,) for index, shard in enumerate(shards) if (index + tile) % 2 == 0], (tokens,))

@@ -10,7 +10,7 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.gemm_plan import plan_gemm
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_input import input_instances
-from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, choose_tile, cut, kernel, plan_prefill
+from vllm_exl3.cuda.prefill_plan import FINISH, PrefillArgs, choose_partition, choose_tile, kernel, plan_prefill
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
@@ -76,6 +76,9 @@ def _tile_step(width: int, height: int, rows: int, limits: GpuLimits) -> float:
     shard = Shard(8, Codebook.MUL1, width, height, 0, height)
     if gemm.choose((shard,), rows, limits) is not None or not prefill.serves((shard,), rows, limits):
         return 0.0
-    tokens, strips = choose_tile(rows, -(-height // 256), width // 64, limits), -(-height // 256)
+    tokens, n_tiles = choose_tile(rows, -(-height // 256), width // 64, limits), -(-height // 256)
     used = kernel(tokens, limits)
-    return cut(strips, width // 64, tokens, used.clusters(limits), ends=used.ends).cost / _CYCLES_A_MICROSECOND
+    return (
+        choose_partition(n_tiles, width // 64, tokens, used.clusters(limits), reduces=used.reduces).cost
+        / _CYCLES_A_MICROSECOND
+    )

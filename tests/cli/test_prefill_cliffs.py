@@ -11,7 +11,7 @@ from gpu_prefill_cliffs import _tile_step, cliffs, counts_around, used
 from vllm_exl3.cuda import gemm, linear, prefill
 from vllm_exl3.cuda.gemm_plan import GEMM_TILES
 from vllm_exl3.cuda.geometry import GpuLimits
-from vllm_exl3.cuda.narrow import MANY
+from vllm_exl3.cuda.narrow import NARROW_32
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
@@ -59,5 +59,5 @@ def test_every_number_of_tokens_is_named_for_the_kernel_that_serves_it(shape: tu
             form = linear.choose_form((shard,), rows, H200)
             assert name == form.name
             assert kernels == linear.plan((shard,), rows, shape[0], form, H200).instances
-    assert (used(shard, 20, H200)[0] == MANY.name) == (shape == (4096, 4096))
+    assert (used(shard, 20, H200)[0] == NARROW_32.name) == (shape == (4096, 4096))
     assert {16, 17} <= set(counts_around(shard, H200))

@@ -62,12 +62,15 @@ class HostKernels:
 
 def build(program: str, folder: Path) -> HostKernels:
     """Compile ``host/<program>.cpp`` with the package's kernels."""
-    for name, text in kernel_sources().items():
-        (folder / name).write_text(translated(text), encoding="utf-8")
-    for file in HOST.iterdir():  # in the place of headers that have no counterpart instruction by instruction, too
-        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    files = {name: translated(text) for name, text in kernel_sources().items()}
+    for file in HOST.rglob("*.*"):  # in the place of headers that have no counterpart instruction by instruction, too
+        files[file.relative_to(HOST).as_posix()] = file.read_text(encoding="utf-8")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     library = folder / f"{program}.so"
     # A process has a unique symbol once, so that all libraries would share what inline variables hold.
     options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-shared", "-fPIC", "-fno-gnu-unique"]
+    options.append(f"-I{folder}")
     subprocess.run(["g++", *options, str(folder / f"{program}.cpp"), "-o", str(library)], check=True)
     return HostKernels(library)

@@ -17,8 +17,8 @@ from vllm_exl3.cuda.moe_plan import (
     GROUP_ROWS,
     ROUTE,
     ROWS,
+    SCHEDULE,
     SWIGLU_ROWS,
-    TURNS,
     MoePlan,
     plan_moe,
 )
@@ -37,7 +37,7 @@ NUMBERS = {
     COMBINE: 4,
     COMBINE_ROWS: 5,
     COUNT: 6,
-    TURNS: 12,
+    SCHEDULE: 12,
     SWIGLU_ROWS: 13,
 }
 GEMM_NUMBERS = {IDENTITY: 7, THIN: 8, WIDE: 9, WIDEST: 10, WIDER: 11}

@@ -134,29 +134,29 @@ void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<flo
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     for (unsigned cluster : order)
-        for (unsigned place = 0; place < S::STRIPS; ++place) {
-            PrefillWalk walk(args, cluster, clusters);
-            PrefillSegment segment;
-            while (walk.next(args, segment)) {
+        for (unsigned place = 0; place < S::N_BLOCKS; ++place) {
+            PrefillScheduler scheduler(args, cluster, clusters);
+            PrefillWorkTile work;
+            while (scheduler.next(args, work)) {
                 u32 column = 0;  // of W: the shards' stored columns lie side by side
-                for (u32 s = 0; s < segment.shard; ++s) column += args.shards[s].out_features;
-                const u32 strip = S::STRIPS * segment.strip + place, depth = args.in_features / UNIT_IN;
-                const bool exists = strip < args.shards[segment.shard].out_features / STRIP;
-                column += strip * STRIP;
-                std::vector<float> tile(TOKENS * STRIP);  // [token][channel]
-                for (u32 unit = segment.begin; exists && unit < segment.end; ++unit) {
-                    const u8* at = args.activations + (size_t(segment.shard * args.row_tiles + segment.row_tile) * depth + unit) * TOKENS * 128;
+                for (u32 s = 0; s < work.shard; ++s) column += args.shards[s].out_features;
+                const u32 n_block = S::N_BLOCKS * work.n_tile + place, depth = args.in_features / BLOCK_K;
+                const bool exists = n_block < args.shards[work.shard].out_features / HADAMARD_SIZE;
+                column += n_block * HADAMARD_SIZE;
+                std::vector<float> tile(TOKENS * HADAMARD_SIZE);  // [token][channel]
+                for (u32 k_block = work.begin; exists && k_block < work.end; ++k_block) {
+                    const u8* at = args.activations + (size_t(work.shard * args.row_tiles + work.row_tile) * depth + k_block) * TOKENS * 128;
                     for (u32 token = 0; token < TOKENS; ++token)
                         for (u32 matrix = 0; matrix < 8; ++matrix)
                             for (u32 q = 0; q < 4; ++q)
                                 for (u32 half = 0; half < 2; ++half) {
                                     unsigned short bits;
                                     memcpy(&bits, at + (matrix * TOKENS + token) * 16 + 4 * q + 2 * half, 2);
-                                    const u32 k = 64 * unit + 16 * q + 2 * (matrix >> 1) + 8 * (matrix & 1) + half;
+                                    const u32 k = 64 * k_block + 16 * q + 2 * (matrix >> 1) + 8 * (matrix & 1) + half;
                                     const float a = half_value(bits);
                                     if (a == 0 || std::isnan(a)) continue;
                                     const float* w = dense.data() + size_t(k) * outputs + column;
-                                    for (u32 c = 0; c < STRIP; ++c) tile[token * STRIP + c] += a * w[c];
+                                    for (u32 c = 0; c < HADAMARD_SIZE; ++c) tile[token * HADAMARD_SIZE + c] += a * w[c];
                                 }
                 }
                 blockIdx.x = cluster * CLUSTER + place / PAIRS;
@@ -166,10 +166,10 @@ void run_tiles(const PrefillArgs& args, unsigned clusters, const std::vector<flo
                     for (int j = 0; j < TOKENS / 8; ++j)
                         for (int i = 0; i < 4; ++i) {
                             const u32 token = 8 * j + 2 * (block.lane & 3) + (i & 1), channel = 16 * block.warp + (block.lane >> 2) + 8 * (i >> 1);
-                            sums[4 * j + i] = tile[token * STRIP + channel];
+                            sums[4 * j + i] = tile[token * HADAMARD_SIZE + channel];
                         }
-                    fetch_scales<S>(block, segment);
-                    finish_tile<S>(sums, block, segment);
+                    fetch_scales<S>(block, work);
+                    finish_tile<S>(sums, block, work);
                 });
             }
         }
@@ -194,7 +194,7 @@ int main() {
     // Vectors of u16 and float from malloc are 16-byte aligned, as device tensors are.
     args.x = x.data(), args.x_stride = args.in_width, args.x_type = F16, args.out = out.data(), args.out_stride = columns, args.out_type = F32;
     args.bias = bias.data(), args.bias_type = F32, args.activations = reinterpret_cast<u8*>(activations.data());
-    std::vector<u32> arrivals(size_t(args.strips) * args.row_tiles * args.strip_blocks);  // cleared by the transform, and for the GEMM's own end of tiles
+    std::vector<u32> arrivals(size_t(args.n_tiles) * args.row_tiles * args.n_blocks);  // cleared by the transform, and for the GEMM's own end of tiles
     args.scales = scales.data(), args.partials = partials.data(), args.arrivals = arrivals.data();
     for (u32 s = 0, column = 0; s < args.shard_count; column += args.shards[s++].out_features)
         args.shards[s].suh = suh.data() + size_t(s) * args.in_features, args.shards[s].svh = svh.data() + column;

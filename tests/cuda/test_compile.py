@@ -46,7 +46,9 @@ def _tolerated(instance: Instance) -> int:
 
 
 def _compile(instances: list[Instance], architecture: str) -> None:
-    instances = [instance for instance in instances if instance.source != "gemm.cu"]  # test_gemm_compile.py has these
+    instances = [
+        instance for instance in instances if instance.source != "gemm/gemm.cu"
+    ]  # test_gemm_compile.py has these
     with ThreadPoolExecutor(2) as pool:
         cubins = list(pool.map(lambda instance: compile_instance(instance, architecture), instances))
     for instance, cubin in zip(instances, cubins, strict=True):
@@ -64,7 +66,7 @@ def _mixed(architecture: str) -> list[Instance]:
     limits = typical_limits(architecture)
     return [
         instance
-        for form in (Form(True, 4), Form(False, 16), *((narrow.MANY,) if limits.warpgroups else ()))
+        for form in (Form(True, 4), Form(False, 16), *((narrow.NARROW_32,) if limits.warpgroups else ()))
         for instance in plan(shards, form.tile_rows, 4096, form, limits, rotated=True).instances
     ]
 
@@ -95,10 +97,8 @@ def test_every_kernel_compiles(architecture: str, kind: tuple[int, int]) -> None
 def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """What the host reckons with of shared memory and scratch is what the kernels take."""
     limits = typical_limits(architecture)
-    lines = ['#include "narrow.cuh"', f"static_assert(sizeof(SharedStrip[2]) <= {narrow_memory._STATIC_BYTES});"]
-    lines.append(f"static_assert(WARPS == {narrow._WARPS} && THREADS == {narrow._THREADS});")
-    lines.append(f"static_assert(ROTATE_THREADS == {narrow._ROTATE_THREADS});")
-    many = (narrow.MANY,) if limits.warpgroups else ()
+    lines = ['#include "narrow/narrow.cuh"', f"static_assert(sizeof(SharedTile[2]) <= {narrow_memory._STATIC_BYTES});"]
+    many = (narrow.NARROW_32,) if limits.warpgroups else ()
     for form in (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16), Form(True, 8, fast=True), *many):
         for half_bits, codebook in every_kind():
             arithmetic, rows = form.arithmetic(codebook), form.tile_rows
@@ -108,24 +108,26 @@ def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch, architecture: 
                 lines.append(f"static_assert(Record<{int(arithmetic)}, {rows}>::bytes == {record});")
             for columns in (1, 2):
                 kinds = f"Kinds<Kind<{half_bits}, {codebook}, {int(arithmetic)}, {rows}>>"
-                slot = narrow_memory.slot_bytes(half_bits, columns)
-                lines.append(f"static_assert({kinds}::slot_bytes({columns}) == {slot});")
+                slot = narrow_memory.stage_bytes(half_bits, columns)
+                lines.append(f"static_assert({kinds}::stage_bytes({columns}) == {slot});")
     sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
     compile_instance(Instance("sizes.cu", ""), architecture)
-    sources["sizes.cu"] += f"\nstatic_assert({kinds}::slot_bytes(2) != {slot});"
+    sources["sizes.cu"] += f"\nstatic_assert({kinds}::stage_bytes(2) != {slot});"
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_instance(Instance("sizes.cu", ""), architecture)
 
 
 def test_errors_carry_the_log() -> None:
     with pytest.raises(CompileError, match="INSTANCE_KINDS"):
-        compile_instance(Instance("narrow.cu", "exl3_narrow", (("INSTANCE_COLUMNS", "1"),)), "sm_80")
+        compile_instance(Instance("narrow/narrow.cu", "exl3_narrow", (("INSTANCE_COLUMNS", "1"),)), "sm_80")
 
 
 def test_fingerprints_tell_what_decides_the_code() -> None:
-    one = Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", "8"), ("INSTANCE_CODEBOOK", "2")))
-    other = Instance("dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", "8"), ("INSTANCE_CODEBOOK", "1")))
+    one = Instance("decode/dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", "8"), ("INSTANCE_CODEBOOK", "2")))
+    other = Instance(
+        "decode/dequantize.cu", "exl3_dequantize", (("INSTANCE_HALF_BITS", "8"), ("INSTANCE_CODEBOOK", "1"))
+    )
     prints = {fingerprint(instance, arch) for instance in (one, other) for arch in ("sm_90a", "sm_80")}
     assert len(prints) == 4
     assert fingerprint(one, "sm_90a") == fingerprint(one, "sm_90a")

@@ -8,7 +8,7 @@ import pytest
 from tests.cuda.sass import product_loops, spills_beside_products
 from vllm_exl3.cuda.compiler import Cubin, compile_instance, compiler_unavailable
 from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, gemm_instance
-from vllm_exl3.cuda.prefill_input import FEW
+from vllm_exl3.cuda.prefill_input import ROTATE_FEW
 from vllm_exl3.cuda.survey import every_kind
 
 pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
@@ -93,13 +93,13 @@ def test_every_tile_of_fused_layers(kinds: tuple[Kind, ...]) -> None:
             assert max(_instructions_a_weight(cubin, 2)) <= 7.5
 
 
-@pytest.mark.parametrize(("transforms", "int8"), FEW)
+@pytest.mark.parametrize(("transforms", "int8"), ROTATE_FEW)
 def test_rotation_fits_beside_the_gemm(transforms: int, int8: bool) -> None:
     """A block of it starts beside one of the GEMM before it, which leaves it 9216 registers where it has one kind.
 
     But for inputs of more than 16,384 channels, of which a warp has four 128-blocks.
     """
-    cubin = compile_instance(FEW[transforms, int8], "sm_90a")
+    cubin = compile_instance(ROTATE_FEW[transforms, int8], "sm_90a")
     assert cubin.registers <= (32 if transforms < 4 else 42)
     assert transforms == 4 or 256 * cubin.registers <= 65536 - 640 * 88
     if transforms <= 2:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.cuda.host_kernels import HostKernels, build
-from vllm_exl3.cuda.gemm_plan import GemmCut, plan_gemm
+from vllm_exl3.cuda.gemm_plan import GemmPartition, plan_gemm
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
-from vllm_exl3.cuda.prefill_plan import PrefillPlan
+from vllm_exl3.cuda.prefill_plan import GemmPlan
 from vllm_exl3.ops.int8 import linear_int8
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -90,7 +90,7 @@ class Layer:
     """
 
     def __init__(
-        self, shards: tuple[Shard, ...], x: torch.Tensor, cut: GemmCut | None = None, *, int8: bool = False
+        self, shards: tuple[Shard, ...], x: torch.Tensor, partition: GemmPartition | None = None, *, int8: bool = False
     ) -> None:
         rng = np.random.default_rng(1)
         words = sum(shard.trellis_words for shard in shards)
@@ -101,7 +101,7 @@ class Layer:
             torch.from_numpy((rng.uniform(0.5, 1.5, size) * rng.choice([-1, 1], size)).astype(np.float16))
             for size in (inputs, outputs)
         )
-        self.plan: PrefillPlan = plan_gemm.__wrapped__(shards, x.shape[0], x.shape[1], LIMITS, cut, int8=int8)
+        self.plan: GemmPlan = plan_gemm.__wrapped__(shards, x.shape[0], x.shape[1], LIMITS, partition, int8=int8)
         self.arguments = PrefillArgs.from_buffer_copy(self.plan.arguments)
         self.scratch, self._words = _aligned(self.plan.scratch + 256), _aligned(2 * words)  # 256: that nobody may touch
         self._words[:] = self.trellis.numpy().view(np.uint8)
@@ -137,28 +137,28 @@ KINDS = {ONE: 0, RATES: 1, CODEBOOKS: 2, HALVES: 3, SMALL: 0, BYTES: 4}
 
 
 @pytest.mark.parametrize(
-    ("shards", "rows", "cut", "dtype"),
+    ("shards", "rows", "partition", "dtype"),
     [
         (ONE, 20, None, torch.float16),
-        (ONE, 8, GemmCut(6, True), torch.float32),  # two parts of a strip
-        # six parts of a strip, more rows of them than the ring holds
-        pytest.param(ONE, 60, GemmCut(18, False), torch.float32, marks=pytest.mark.slow),
-        # a block has the end of one strip, and the beginning of another
-        pytest.param(RATES, 30, GemmCut(4, False), torch.float16, marks=pytest.mark.slow),
-        (RATES, 24, GemmCut(18, True), torch.bfloat16),  # six equal parts
-        pytest.param(CODEBOOKS, 30, GemmCut(7, False), torch.float32, marks=pytest.mark.slow),
-        (CODEBOOKS, 31, GemmCut(12, True), torch.float16),
-        (HALVES, 19, GemmCut(1, False), torch.float32),  # one block has all
-        (SMALL, 121, GemmCut(1, False), torch.float32),  # so many tokens that they are ended in two halves
-        (SMALL, 123, GemmCut(4, False), torch.float16),
-        pytest.param(SMALL, 113, GemmCut(6, True), torch.float32, marks=pytest.mark.slow),
+        (ONE, 8, GemmPartition(6, True), torch.float32),  # two parts of an n tile
+        # six parts of an n tile, more rows of them than the ring holds
+        pytest.param(ONE, 60, GemmPartition(18, False), torch.float32, marks=pytest.mark.slow),
+        # a block has the end of one n tile, and the beginning of another
+        pytest.param(RATES, 30, GemmPartition(4, False), torch.float16, marks=pytest.mark.slow),
+        (RATES, 24, GemmPartition(18, True), torch.bfloat16),  # six equal parts
+        pytest.param(CODEBOOKS, 30, GemmPartition(7, False), torch.float32, marks=pytest.mark.slow),
+        (CODEBOOKS, 31, GemmPartition(12, True), torch.float16),
+        (HALVES, 19, GemmPartition(1, False), torch.float32),  # one block has all
+        (SMALL, 121, GemmPartition(1, False), torch.float32),  # so many tokens that they are ended in two halves
+        (SMALL, 123, GemmPartition(4, False), torch.float16),
+        pytest.param(SMALL, 113, GemmPartition(6, True), torch.float32, marks=pytest.mark.slow),
         (BYTES, 60, None, torch.float32),
-        (BYTES, 24, GemmCut(4, False), torch.float32),
-        pytest.param(BYTES, 117, GemmCut(6, True), torch.float32, marks=pytest.mark.slow),
+        (BYTES, 24, GemmPartition(4, False), torch.float32),
+        pytest.param(BYTES, 117, GemmPartition(6, True), torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_layers(
-    library: HostKernels, shards: tuple[Shard, ...], rows: int, cut: GemmCut | None, dtype: torch.dtype
+    library: HostKernels, shards: tuple[Shard, ...], rows: int, partition: GemmPartition | None, dtype: torch.dtype
 ) -> None:
     int8, width = shards is BYTES, shards[0].in_features - 52
     rng = np.random.default_rng(rows)
@@ -167,13 +167,13 @@ def test_layers(
     x[rows // 2] = 0
     columns = sum(shard.crop_size for shard in shards)
     bias = torch.from_numpy(rng.standard_normal(columns)).to(dtype)
-    weights = Layer(shards, x, cut, int8=int8).weights
+    weights = Layer(shards, x, partition, int8=int8).weights
     reference = linear_int8 if int8 else linear_reference
     expected = reference(x.float(), *weights, bias.float(), tuple(pack_shards(shards)))
     pitch = columns + 8 - columns % 8
     outs = []
     for backwards in (0, 1):
-        layer = Layer(shards, x, cut, int8=int8)
+        layer = Layer(shards, x, partition, int8=int8)
         arguments = layer.arguments
         out = torch.full((rows + 1, pitch), math.nan, dtype=dtype)
         arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), pitch, _TYPES[dtype]
@@ -186,7 +186,7 @@ def test_layers(
         outs.append(out[:rows, :columns])
     error = (outs[0].double() - expected.double()).norm() / expected.double().norm()
     assert error <= {torch.float32: 5e-4, torch.float16: 6e-4, torch.bfloat16: 3e-3}[dtype], error
-    assert torch.equal(outs[0], outs[1]), "bits depend on which block ends a strip"
+    assert torch.equal(outs[0], outs[1]), "bits depend on which block ends an n tile"
 
 
 def _rows(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _rows(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("codebook", [Codebook.MUL1, Codebook.MCG])
 @pytest.mark.parametrize(
-    ("in_features", "width", "dtype", "sharing", "transforms"),
+    ("in_features", "width", "dtype", "cluster_size", "transforms"),
     [
         (896, 896, torch.float16, 1, 1),
         (1280, 1276, torch.bfloat16, 2, 1),
@@ -219,17 +219,17 @@ def test_rows_are_rotated(
     in_features: int,
     width: int,
     dtype: torch.dtype,
-    sharing: int,
+    cluster_size: int,
     transforms: int,
 ) -> None:
     rows, shards = 11, (Shard(8, codebook, in_features, 384, 0, 384), Shard(8, codebook, in_features, 128, 0, 128))
     x = _rows(rows, width, dtype)
     layer = Layer(shards, x)
     blocks, tile = in_features // BLOCK, layer.arguments.tile_rows
-    layer.arguments.sharing = sharing
+    layer.arguments.cluster_size = cluster_size
     library.rotate(ctypes.byref(layer.arguments), transforms, 0)
     assert (layer.part("arrivals", np.uint32, 3) == 0).all()
-    # [shard][unit][matrix = pair of channels, whether 8 further][token][k-tile][half]
+    # [shard][k block][matrix = pair of channels, whether 8 further][token][k-tile][half]
     stored = layer.part("activations", np.float16, 2 * in_features * tile).reshape(2, 2 * blocks, 4, 2, tile, 4, 2)
     stored = stored.transpose(0, 4, 1, 5, 3, 2, 6).reshape(2, tile, in_features).astype(np.float64)
     assert np.isnan(stored[:, rows:]).all(), "rows beyond the last were written"
@@ -251,7 +251,9 @@ def test_rows_are_rotated(
     if codebook is Codebook.MUL1:
         _, offset, complement_offset = _constants(library)
         offsets = (
-            layer.part("offsets", np.float32, 2 * rows * sharing).reshape(2, rows, sharing)[:, finite].sum(axis=-1)
+            layer.part("offsets", np.float32, 2 * rows * cluster_size)
+            .reshape(2, rows, cluster_size)[:, finite]
+            .sum(axis=-1)
         )
         each = values[:, finite] * (offset + np.where(flips, complement_offset, 0.0))
         bound = 1e-6 * np.abs(each).sum(axis=-1).max()

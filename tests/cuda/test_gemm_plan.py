@@ -1,4 +1,4 @@
-"""The cut of a GEMM of up to 128 tokens: units covered once, memory that fits, sums whose order no batch decides."""
+"""The cut of a GEMM of up to 128 tokens: k blocks covered once, memory that fits, sums whose order no batch decides."""
 
 import itertools
 from collections import Counter
@@ -15,16 +15,16 @@ from vllm_exl3.cuda.gemm_plan import (
     GEMM_TILES,
     INT8_GEMM_TILES,
     MOST_OF_TWO_KINDS,
-    GemmCut,
-    choose_cut,
+    GemmPartition,
+    choose_partition,
+    k_blocks,
     plan_gemm,
     refusal,
-    units,
 )
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Arithmetic, GpuLimits
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
-from vllm_exl3.cuda.prefill_input import FEW, MOST_FEW_IN, cut_few_rows
-from vllm_exl3.cuda.prefill_plan import PrefillPlan
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, ROTATE_FEW, plan_few_rows
+from vllm_exl3.cuda.prefill_plan import GemmPlan
 from vllm_exl3.cuda.survey import every_kind
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -41,10 +41,10 @@ def _layer(kinds: list[tuple[int, int]], shapes: list[tuple[int, int]], in_block
     return tuple(Shard(*kinds[i % len(kinds)], 128 * in_blocks, 128 * n, 0, 128 * n) for i, n in shapes)
 
 
-def _segments(arguments: PrefillArgs) -> list[list[tuple[int, int, int]]]:
-    """(strip, first unit, end) of every thread block's segments, in order, as GemmSegment of gemm_schedule.cuh."""
+def _work_tiles(arguments: PrefillArgs) -> list[list[tuple[int, int, int]]]:
+    """(n tile, first k block, end) of every thread block's work tiles, as the kernel's GemmWorkTile gives them."""
     depth = arguments.in_features // 128
-    begins = [r * arguments.range_units + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
+    begins = [r * arguments.range_k_blocks + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
     walks = []
     for begin, end in itertools.pairwise(begins):
         walk, unit = [], begin
@@ -57,13 +57,13 @@ def _segments(arguments: PrefillArgs) -> list[list[tuple[int, int, int]]]:
     return walks
 
 
-def _parts(plan: PrefillPlan) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes of the scratch's partial sums, and the (begin, end) of every part, as partial_tile of gemm_epilogue.cuh."""
+def _partials(plan: GemmPlan) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of the scratch's partial sums, and the (begin, end) of each, as ``partial_tile`` of the kernel gives it."""
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     depth, size = arguments.in_features // 128, 4 * arguments.tile_rows * 128
-    begins = [r * arguments.range_units + min(r, arguments.longer_ranges) for r in range(arguments.ranges)]
+    begins = [r * arguments.range_k_blocks + min(r, arguments.longer_ranges) for r in range(arguments.ranges)]
     found = []
-    for block, walk in enumerate(_segments(arguments)):
+    for block, walk in enumerate(_work_tiles(arguments)):
         for strip, first, end in walk:
             if end - first < depth:
                 second = begins[block] < strip * depth
@@ -106,44 +106,44 @@ def test_every_unit_is_multiplied_once_and_has_room(
     int8: bool,
 ) -> None:
     kinds, rows = _allowed(kinds, shapes, rows, int8)
-    layer, cut = _layer(kinds, shapes, in_blocks), None
-    strips = sum(-(-n // 2) for _, n in shapes)
+    layer, partition = _layer(kinds, shapes, in_blocks), None
+    n_tiles = sum(-(-n // 2) for _, n in shapes)
     if asked is not None:
         equal, count = asked
         if equal:  # as many parts as divide k
             parts = max(parts for parts in range(1, in_blocks + 1) if in_blocks % parts == 0 and parts <= count)
-            cut = GemmCut(strips * parts, True)
+            partition = GemmPartition(n_tiles * parts, True)
         else:
-            cut = GemmCut(min(count, strips * in_blocks), False)
-    plan = plan_gemm(layer, rows, 128 * in_blocks, limits, cut, int8=int8)
+            partition = GemmPartition(min(count, n_tiles * in_blocks), False)
+    plan = plan_gemm(layer, rows, 128 * in_blocks, limits, partition, int8=int8)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     tiles = INT8_GEMM_TILES if int8 else GEMM_TILES
     assert arguments.tile_rows == min(tile for tile in tiles if tile >= rows)
-    assert arguments.strips == strips and units(layer) == strips * in_blocks
-    assert plan.grid == arguments.ranges and (cut is not None or plan.grid <= limits.multiprocessors)
-    walks = _segments(arguments)
+    assert arguments.n_tiles == n_tiles and k_blocks(layer) == n_tiles * in_blocks
+    assert plan.grid == arguments.ranges and (partition is not None or plan.grid <= limits.multiprocessors)
+    walks = _work_tiles(arguments)
     seen = Counter((strip, unit) for walk in walks for strip, first, end in walk for unit in range(first, end))
-    assert len(seen) == strips * in_blocks and set(seen.values()) == {1}
+    assert len(seen) == n_tiles * in_blocks and set(seen.values()) == {1}
     assert all(walks), "a thread block without work, which the kernel does not expect"
-    if arguments.equal_parts:
+    if arguments.split_k:
         assert len({walk[0][2] - walk[0][1] for walk in walks}) == 1 and {len(walk) for walk in walks} == {1}
     # Scratch: no part lies in another, or in what follows.
-    room, parts = _parts(plan)
+    room, parts = _partials(plan)
     assert all(end <= room for _, end in parts)
     assert len(set(parts)) == len(parts)
     sizes = {
         "activations": len(layer) * in_blocks * arguments.tile_rows * (128 if int8 else 256),
         "scales": 4 * len(layer) * rows,
         "offsets": 4 * len(layer) * rows * arguments.offset_parts,
-        "arrivals": 4 * strips,
+        "arrivals": 4 * n_tiles,
     }
     at = plan.scratch_parts
-    few = plan.transform.instance in FEW.values()
+    few = plan.transform.instance in ROTATE_FEW.values()
     assert arguments.offset_parts == (plan.transform.cluster if few else in_blocks)
     begins = [*sorted(at.values()), plan.scratch]
     assert set(at) == {*sizes, "partials"} and all(begin % 256 == 0 for begin in begins)
     assert all(begins[begins.index(at[name]) + 1] - at[name] >= size for name, size in sizes.items())
-    # Shared memory: as gemm.cuh lays it out.
+    # Shared memory: as gemm/gemm.cuh lays it out.
     assert plan.shared <= limits.shared_memory and 2 <= arguments.stages <= 12
     assert 24 + 2 * 8 * arguments.stages <= 256, "barriers in the words before the offsets"
     widest = max(half_bits for half_bits, _ in kinds if any(s.half_bits == half_bits for s in layer))
@@ -169,14 +169,18 @@ def test_every_rate_has_a_ring_of_two_units(tile: int, int8: bool) -> None:
 
 @given(st.integers(1, 600), st.integers(1, 240), _GPUS, st.booleans())
 def test_cuts_fill_the_gpu_and_are_not_modelled_slower_than_others(
-    strips: int, depth: int, limits: GpuLimits, many: bool
+    n_tiles: int, depth: int, limits: GpuLimits, many: bool
 ) -> None:
-    cut = choose_cut(strips, depth, limits, many=many)
-    assert 1 <= cut.blocks <= min(limits.multiprocessors, strips * depth)
-    if cut.equal_parts:
-        assert cut.blocks % strips == 0 and depth % (cut.blocks // strips) == 0 and cut.blocks >= strips
+    partition = choose_partition(n_tiles, depth, limits, many=many)
+    assert 1 <= partition.blocks <= min(limits.multiprocessors, n_tiles * depth)
+    if partition.split_k:
+        assert (
+            partition.blocks % n_tiles == 0
+            and depth % (partition.blocks // n_tiles) == 0
+            and partition.blocks >= n_tiles
+        )
     else:
-        assert cut.blocks == min(limits.multiprocessors, strips * depth, 32 * strips)
+        assert partition.blocks == min(limits.multiprocessors, n_tiles * depth, 32 * n_tiles)
 
 
 @settings(max_examples=60, deadline=None)
@@ -199,8 +203,15 @@ def test_tokens_on_one_side_of_few_do_not_enter_a_cut(
         some, few = _allowed(kinds, shapes, rows, int8)
         plan = plan_gemm(_layer(some, shapes, in_blocks), few, 128 * in_blocks, limits, int8=int8)
         passed = PrefillArgs.from_buffer_copy(plan.arguments)
-        cut = (plan.grid, passed.ranges, passed.range_units, passed.longer_ranges, passed.equal_parts, passed.strips)
-        found[few > FEW_TOKENS].add(cut)
+        partition = (
+            plan.grid,
+            passed.ranges,
+            passed.range_k_blocks,
+            passed.longer_ranges,
+            passed.split_k,
+            passed.n_tiles,
+        )
+        found[few > FEW_TOKENS].add(partition)
     assert len(found[False]) == 1 and len(found[True]) <= 1
 
 
@@ -213,7 +224,7 @@ def test_shards_are_told_in_order() -> None:
     plan = plan_gemm(layer, 20, 1000, H200)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     told = [
-        (s.kind, s.half_bits, s.complements, s.first_strip, s.out_column, s.crop_start, s.crop_size)
+        (s.kind, s.half_bits, s.complements, s.first_n_tile, s.out_column, s.crop_start, s.crop_size)
         for s in arguments.shards[:3]
     ]
     assert told == [(1, 8, 1, 0, 0, 0, 384), (0, 6, 0, 2, 384, 0, 100), (1, 8, 1, 3, 484, 64, 300)]
@@ -262,52 +273,47 @@ def test_int8_says_so_to_the_kernels() -> None:
     plan = plan_gemm((_ONE,), 20, 1024, H200, int8=True)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     assert dict(plan.instance.macros) == {"INSTANCE_TOKENS": "24", "INSTANCE_KINDS": "GemmKind<8, 2, 3>"}
-    assert plan.transform.instance == FEW[1, True] and arguments.shards[0].complements == 0
+    assert plan.transform.instance == ROTATE_FEW[1, True] and arguments.shards[0].complements == 0
 
 
 def test_too_little_shared_memory_is_named() -> None:
-    with pytest.raises(ValueError, match=r"100000 bytes of shared memory hold no two units of \[\(16, 2\)\]"):
+    with pytest.raises(ValueError, match=r"100000 bytes of shared memory hold no two k blocks of \[\(16, 2\)\]"):
         plan_gemm((replace(_ONE, half_bits=16),), 64, 1024, replace(H200, shared_memory=100000))
 
 
 @given(st.integers(1, 128), st.integers(1, 300), st.booleans())
 def test_few_rows_have_a_cluster_each(rows: int, in_blocks: int, int8: bool) -> None:
-    cut = cut_few_rows(rows, 128 * in_blocks, int8=int8)
+    partition = plan_few_rows(rows, 128 * in_blocks, int8=int8)
     if in_blocks > MOST_FEW_IN // 128:
-        assert cut is None
+        assert partition is None
         return
-    assert cut is not None
-    ((transforms, rounds),) = (key for key, instance in FEW.items() if instance == cut.instance)
+    assert partition is not None
+    ((transforms, rounds),) = (key for key, instance in ROTATE_FEW.items() if instance == partition.instance)
     assert rounds == int8
-    assert cut.grid == (rows * cut.cluster, 1) and cut.block_rows == 1 and cut.shared == 0
-    assert cut.threads == 256 and cut.cluster in (1, 2, 4, 8)
-    warps = 8 * cut.cluster
+    assert partition.grid == (rows * partition.cluster, 1) and partition.block_rows == 1 and partition.shared == 0
+    assert partition.threads == 256 and partition.cluster in (1, 2, 4, 8)
+    warps = 8 * partition.cluster
     assert warps * transforms >= in_blocks
-    assert cut.cluster == 1 or warps // 2 < in_blocks, "half as many blocks would give every warp a 128-block, too"
-    assert transforms == 1 or cut.cluster == 8
-    alone = cut_few_rows(1, 128 * in_blocks, int8=int8)
-    assert alone is not None and alone.cluster == cut.cluster, "it decides the order of a sum, which no batch may"
+    assert partition.cluster == 1 or warps // 2 < in_blocks, (
+        "half as many blocks would give every warp a 128-block, too"
+    )
+    assert transforms == 1 or partition.cluster == 8
+    alone = plan_few_rows(1, 128 * in_blocks, int8=int8)
+    assert alone is not None and alone.cluster == partition.cluster, "it decides the order of a sum, which no batch may"
 
 
 def test_inputs_too_wide_for_a_cluster_are_rotated_by_another_kernel() -> None:
     width = MOST_FEW_IN + 128
     plan = plan_gemm((replace(_ONE, in_features=width),), 64, width, H200)
-    assert plan.transform.instance.source == "prefill_transform.cu"
-    assert plan_gemm((_ONE,), 64, 1024, H200).transform.instance.source == "gemm_rotate.cu"
+    assert plan.transform.instance.source == "prefill/transform.cu"
+    assert plan_gemm((_ONE,), 64, 1024, H200).transform.instance.source == "gemm/rotate.cu"
 
 
 @pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
 def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host reckons with of shared memory is what the kernel takes."""
     lines = [
-        '#include "gemm.cuh"',
-        f"static_assert(GEMM_BLOCK_THREADS == {gemm_plan._PRODUCERS + gemm_plan._THREADS});",
-    ]
-    lines += [
-        f"static_assert(GEMM_THREADS == {gemm_plan._THREADS} && GEMM_PRODUCERS == {gemm_plan._PRODUCERS});",
-        f"static_assert(GEMM_STRIP == {gemm_plan._STRIP} && GEMM_UNIT == {gemm_plan._UNIT});",
-        f"static_assert(GEMM_BARRIER_BYTES == {gemm_plan._BARRIERS} && GEMM_ROW_PAD == {gemm_plan._ROW_PAD});",
-        f"static_assert(UNIT_ROWS == {gemm_plan._UNIT_ROWS} && MAX_SHARDS == {MAX_SHARDS});",
+        '#include "gemm/gemm.cuh"',
         f"static_assert(GEMM_BARRIER_BYTES >= 24 + 16 * {gemm_plan._MOST_STAGES});",
     ]
     for tile in {*GEMM_TILES, *INT8_GEMM_TILES}:
@@ -320,6 +326,6 @@ def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = {**compiler.kernel_sources(), "sizes.cu": "\n".join(lines)}
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
     compile_instance(Instance("sizes.cu", ""), "sm_90a")
-    sources["sizes.cu"] += "\nstatic_assert(GEMM_THREADS == 513);"
+    sources["sizes.cu"] += "\nstatic_assert(GEMM_CONSUMER_THREADS == 513);"
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_instance(Instance("sizes.cu", ""), "sm_90a")

@@ -1,7 +1,5 @@
-"""The launch geometry: structures that mirror the device's, ranges that cover the work, memory that fits."""
+"""The launch geometry: ranges that cover the work, memory that fits."""
 
-import ctypes
-import re
 from collections import Counter
 from itertools import pairwise
 
@@ -10,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_exl3.cuda import linear
-from vllm_exl3.cuda.compiler import kernel_sources
-from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan, ShardArgs
-from vllm_exl3.cuda.narrow import MANY, NarrowArgs, NarrowShard, plan_narrow
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearArgs, LinearPlan
+from vllm_exl3.cuda.narrow import NARROW_32, NarrowArgs, plan_narrow
 from vllm_exl3.cuda.narrow_memory import most_columns
+from vllm_exl3.cuda.narrow_partition import NarrowPartition as Partition
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, pack_shards
 from vllm_exl3.pack.stored import Codebook
@@ -26,25 +23,6 @@ GPUS = {
     "rtx5090": GpuLimits("sm_120a", 170, 101376),
 }
 FORMS = (Form(True, 4), Form(True, 8), Form(False, 8), Form(False, 16))
-_SIZES = {"u32": 4, "i64": 8}
-_STRUCTURES = {
-    "problem.cuh": (ShardArgs, LinearArgs),
-    "narrow_problem.cuh": (NarrowShard, NarrowArgs),
-}
-
-
-@pytest.mark.parametrize("file", sorted(_STRUCTURES))
-def test_structures_mirror_the_device(file: str) -> None:
-    shard, arguments = _STRUCTURES[file]
-    for structure in (shard, arguments):
-        source = kernel_sources()[file]
-        body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", source, re.S | re.M)
-        assert body is not None
-        found = []
-        for kind, name in re.findall(r"^\s+(.*?)\s*\b(\w+)(?:\[MAX_SHARDS\])?;", re.sub(r"//.*", "", body[1]), re.M):
-            size = ctypes.sizeof(shard) * 8 if kind == shard.__name__ else 8 if kind.endswith("*") else _SIZES[kind]
-            found.append((name, size))
-        assert found == [(name, ctypes.sizeof(kind)) for name, kind in structure._fields_]
 
 
 def test_unknown_arguments_are_errors() -> None:
@@ -57,21 +35,21 @@ def _arguments(plan: LinearPlan) -> NarrowArgs:
 
 
 def _ranges(plan: LinearPlan) -> list[tuple[int, int]]:
-    """Every block's items, as narrow_problem.cuh cuts them."""
+    """Every block's k blocks, as narrow/arguments.cuh partitions them."""
     arguments, found = _arguments(plan), []
     for block in range(plan.grid[0]):
-        if arguments.parts:
-            strip, part = divmod(block, arguments.parts)
-            first = strip * arguments.range_items
+        if arguments.splits:
+            n_tile, part = divmod(block, arguments.splits)
+            first = n_tile * arguments.range_k_blocks
             found.append(
                 (
-                    first + part * arguments.range_items // arguments.parts,
-                    first + (part + 1) * arguments.range_items // arguments.parts,
+                    first + part * arguments.range_k_blocks // arguments.splits,
+                    first + (part + 1) * arguments.range_k_blocks // arguments.splits,
                 )
             )
         else:
-            first = block * arguments.range_items + min(block, arguments.longer_ranges)
-            found.append((first, first + arguments.range_items + (block < arguments.longer_ranges)))
+            first = block * arguments.range_k_blocks + min(block, arguments.longer_ranges)
+            found.append((first, first + arguments.range_k_blocks + (block < arguments.longer_ranges)))
     return found
 
 
@@ -99,64 +77,66 @@ def test_plans(shapes: list[Shard], in_blocks: int, rows: int, form: Form, gpu: 
         plan = plan_narrow(shards, rows, in_blocks * 128, form, limits, rotated=rotated)
         arguments = _arguments(plan)
         channels = 256 * int(dict(plan.instance.macros)["INSTANCE_COLUMNS"])
-        strips = sum(-(-s.out_features // channels) for s in shards)
+        n_tiles = sum(-(-s.out_features // channels) for s in shards)
         ranges = _ranges(plan)
-        assert ranges[0][0] == 0 and ranges[-1][1] == strips * in_blocks
+        assert ranges[0][0] == 0 and ranges[-1][1] == n_tiles * in_blocks
         assert all(start < end for start, end in ranges)
         assert all(one[1] == other[0] for one, other in pairwise(ranges))
-        assert arguments.total_strips == strips and plan.grid[1] * form.tile_rows >= rows
-        assert len(ranges) <= max(limits.multiprocessors, strips)
+        assert arguments.n_tiles == n_tiles and plan.grid[1] * form.tile_rows >= rows
+        assert len(ranges) <= max(limits.multiprocessors, n_tiles)
         assert plan.shared <= limits.shared_memory - 128
-        assert 1 <= arguments.kept_items <= max(end - start for start, end in ranges)
+        assert 1 <= arguments.cached_k_blocks <= max(end - start for start, end in ranges)
         assert (plan.transform is None) == ("records" not in plan.scratch_parts)
         clustered = plan.cluster > 1
-        assert (plan.cluster, plan.grid[0] % plan.cluster) == (arguments.parts if clustered else 1, 0)
+        assert (plan.cluster, plan.grid[0] % plan.cluster) == (arguments.splits if clustered else 1, 0)
         assert not clustered or plan.grid[0] <= plan.cluster * dict(limits.clusters)[plan.cluster]
         assert ("partials" in plan.scratch_parts) != clustered
         assert ("counters" in plan.scratch_parts) == (plan.grid[1] > 1 and not clustered)
-        assert plan.counters == (0 if clustered or plan.grid[1] > 1 else strips)
+        assert plan.counters == (0 if clustered or plan.grid[1] > 1 else n_tiles)
         starts = sorted(plan.scratch_parts.values())
         assert all(end > start for start, end in zip(starts, [*starts[1:], plan.scratch], strict=False))
-        assert arguments.record_bytes % 16 == 0 and arguments.kept_halves in (1, 2)
+        assert arguments.record_bytes % 16 == 0 and arguments.cache_buffers in (1, 2)
         # The kernel waits for a fetch of activations only where so many fetches of weights have followed it.
-        assert arguments.kept_halves == 1 or arguments.kept_items >= int(dict(plan.instance.macros)["INSTANCE_RING"])
+        assert arguments.cache_buffers == 1 or arguments.cached_k_blocks >= int(
+            dict(plan.instance.macros)["INSTANCE_STAGES"]
+        )
 
 
-def _block_of_item(arguments: NarrowArgs, item: int) -> int:
-    """As narrow_problem.cuh finds it where the whole list is cut."""
-    longer = arguments.longer_ranges * (arguments.range_items + 1)
-    if item < longer:
-        return item // (arguments.range_items + 1)
-    return arguments.longer_ranges + (item - longer) // arguments.range_items
+def _block_of_item(arguments: NarrowArgs, k_block: int) -> int:
+    """As narrow/arguments.cuh finds it where the whole list is cut."""
+    longer = arguments.longer_ranges * (arguments.range_k_blocks + 1)
+    if k_block < longer:
+        return k_block // (arguments.range_k_blocks + 1)
+    return arguments.longer_ranges + (k_block - longer) // arguments.range_k_blocks
 
 
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8), st.sampled_from(sorted(GPUS))
 )
-def test_pieces_of_strips(shapes: list[tuple[int, int]], gpu: str) -> None:
-    """Every piece has a place of its own, a strip's lie together, and each of its blocks knows which they are."""
+def test_splits_of_n_tiles(shapes: list[tuple[int, int]], gpu: str) -> None:
+    """Every partial has a place of its own, an n tile's lie together, and each of its blocks knows which they are."""
     shards = tuple(Shard(8, 2, depth * 128, blocks * 128, 0, blocks * 128) for blocks, depth in shapes)
     plan = plan_narrow(shards, 1, 128, FORMS[0], GPUS[gpu])
     arguments, channels = _arguments(plan), 256 * int(dict(plan.instance.macros)["INSTANCE_COLUMNS"])
-    strips, first = [], 0
+    n_tiles, first = [], 0
     for shard in shards:
         depth = shard.in_features // 128
         for _ in range(-(-shard.out_features // channels)):
-            strips.append(range(first, first + depth))
+            n_tiles.append(range(first, first + depth))
             first += depth
-    pieces = []
-    for index, strip in enumerate(strips):
-        of = [b for b, (start, end) in enumerate(_ranges(plan)) if start < strip.stop and end > strip.start]
-        if arguments.parts:
-            assert (of[0], len(of)) == (of[-1] - of[-1] % arguments.parts, arguments.parts)
+    partials = []
+    for index, n_tile in enumerate(n_tiles):
+        of = [b for b, (start, end) in enumerate(_ranges(plan)) if start < n_tile.stop and end > n_tile.start]
+        if arguments.splits:
+            assert (of[0], len(of)) == (of[-1] - of[-1] % arguments.splits, arguments.splits)
         else:
-            assert (of[0], of[-1]) == (_block_of_item(arguments, strip[0]), _block_of_item(arguments, strip[-1]))
+            assert (of[0], of[-1]) == (_block_of_item(arguments, n_tile[0]), _block_of_item(arguments, n_tile[-1]))
         assert of == list(range(of[0], of[-1] + 1))
-        pieces += [(block + index, block, len(of)) for block in of]
-    assert len({piece for piece, _, _ in pieces}) == len(pieces) <= len(strips) + plan.grid[0]
-    assert max(piece for piece, _, _ in pieces) < len(strips) + plan.grid[0]
-    shared = Counter(block for _, block, blocks in pieces if blocks > 1)
+        partials += [(block + index, block, len(of)) for block in of]
+    assert len({partial for partial, _, _ in partials}) == len(partials) <= len(n_tiles) + plan.grid[0]
+    assert max(partial for partial, _, _ in partials) < len(n_tiles) + plan.grid[0]
+    shared = Counter(block for _, block, blocks in partials if blocks > 1)
     assert max(shared.values(), default=0) <= 2  # what the kernel remembers
 
 
@@ -267,7 +247,7 @@ def test_the_narrow_kernel_serves_more_tokens_of_small_layers(
     assert served == set(tokens)
     assert not any(linear.choose_form(shards, rows, GPUS["a100"]).narrow for rows in range(1, 40))
     for rows in served:
-        assert linear.plan(shards, rows, min(shapes)[0], MANY, GPUS["h200"]).transform is None
+        assert linear.plan(shards, rows, min(shapes)[0], NARROW_32, GPUS["h200"]).transform is None
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not any(linear.choose_form(shards, rows, GPUS["h200"]).narrow for rows in range(1, 200))
 
@@ -278,9 +258,9 @@ def test_wide_forms_are_cut_alike() -> None:
         plan_wide(shards, rows, 1024, Form(False, tile), GPUS["h200"]) for tile in (32, 64, 128) for rows in (17, 128)
     ]
     arguments = [LinearArgs.from_buffer_copy(plan.arguments) for plan in plans]
-    assert len({(plan.grid[0], values.range_units) for plan, values in zip(plans, arguments, strict=True)}) == 1
+    assert len({(plan.grid[0], values.range_k_blocks) for plan, values in zip(plans, arguments, strict=True)}) == 1
     assert all(plan.shared <= GPUS["h200"].shared_memory for plan in plans)
-    assert all(values.ring_units >= 3 for values in arguments)
+    assert all(values.pipeline_stages >= 3 for values in arguments)
     with pytest.raises(ValueError, match="wgmma"):
         plan_wide(shards, 32, 1024, Form(False, 32), GPUS["rtx5090"])
 
@@ -302,7 +282,7 @@ def test_impossible_shards_are_refused(shard: Shard, width: int) -> None:
 
 def test_lists_too_long_for_the_kernels_divisions_are_refused() -> None:
     longest = Shard(8, 2, 1 << 15, 256 * 2047, 0, 1)
-    plan_narrow((longest,), 1, 128, FORMS[0], GPUS["h200"], Cut(1, 0, 132))
+    plan_narrow((longest,), 1, 128, FORMS[0], GPUS["h200"], Partition(1, 0, 132))
     over = Shard(8, 2, 1 << 15, 256 << 13, 0, 1)
-    with pytest.raises(ValueError, match="items"):
-        plan_narrow((over,), 1, 128, FORMS[0], GPUS["h200"], Cut(1, 0, 132))
+    with pytest.raises(ValueError, match="k blocks"):
+        plan_narrow((over,), 1, 128, FORMS[0], GPUS["h200"], Partition(1, 0, 132))

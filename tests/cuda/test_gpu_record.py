@@ -40,7 +40,7 @@ def test_a_run_replaces_the_one_before(written: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("narrow.cuh", "// other\n"), ("prefill.cu", ""), ("another.cuh", "new")],
+    [("narrow/narrow.cuh", "// other\n"), ("prefill/prefill.cu", ""), ("another.cuh", "new")],
 )
 def test_changed_kernels_are_noticed(written: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str) -> None:
     assert record.kernels_moved(written) is None

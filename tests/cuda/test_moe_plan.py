@@ -1,6 +1,5 @@
 """What launches of the MoE kernels are made of, and what the kernels are told."""
 
-import ctypes
 import dataclasses
 import math
 import re
@@ -14,38 +13,13 @@ from vllm_exl3.cuda.compiler import Instance, kernel_sources
 from vllm_exl3.cuda.moe import check_shared, checked_address, instances
 from vllm_exl3.cuda.moe_dispatch import choose
 from vllm_exl3.cuda.moe_gemm import forms
-from vllm_exl3.cuda.moe_geometry import ACTIVATION_KINDS, Layer, MoeArgs, MoeForm, MoeStage
+from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
 from vllm_exl3.cuda.moe_plan import COMBINE_ROWS, GROUP_ROWS, ROUTE, ROWS, SWIGLU_ROWS, Launch, MoePlan, plan_moe
 from vllm_exl3.cuda.moe_survey import expert_codes, expert_instances
 from vllm_exl3.cuda.survey import typical_limits
-from vllm_exl3.ops.activation import ACTIVATIONS
 from vllm_exl3.pack.codec import codebook_table
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.stored import Codebook
-
-
-def fields(name: str) -> list[str]:
-    """Members of a structure in moe_problem.cuh, in order."""
-    text = re.sub(r"//.*", "", kernel_sources()["moe_problem.cuh"])
-    body = re.search(rf"struct {name} {{(.*?)\n}};", text, re.DOTALL)
-    assert body is not None
-    declarations = [part.strip() for part in body.group(1).split(";") if part.strip()]
-    return [re.sub(r"\[.*\]|\*", "", item).split()[-1] for part in declarations for item in part.split(",")]
-
-
-@pytest.mark.parametrize("structure", [MoeStage, MoeArgs], ids=lambda structure: structure.__name__)
-def test_structures_mirror_the_kernels(structure: type[ctypes.Structure]) -> None:
-    assert [name for name, _ in structure._fields_] == fields(structure.__name__)
-    assert f"sizeof(MoeArgs) == {ctypes.sizeof(MoeArgs)}," in kernel_sources()["moe_problem.cuh"]
-
-
-def test_activations_are_numbered_as_the_kernels_number_them() -> None:
-    text = kernel_sources()["moe_activation.cuh"]
-    body = re.search(r"enum ActivationKind : u32 {(.*?)}", text, re.DOTALL)
-    assert body is not None
-    names = [item.split("=")[0].strip().lower() for item in body.group(1).split(",")]
-    assert tuple(names) == ACTIVATION_KINDS
-    assert set(names) == set(ACTIVATIONS)
 
 
 def plan(name: str, tokens: int, form: MoeForm) -> MoePlan:
@@ -81,7 +55,7 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
     """Sizes by the worst routing: all slots of a few experts, or one row over a full block in each."""
     for tokens in (1, 7, 300):
         made, shape = plan(name, tokens, form), LAYERS[name]
-        parts, fact_rows = made.scratch.parts, made.scratch.fact_rows
+        parts, info_rows = made.scratch.parts, made.scratch.info_rows
         ends = sorted({*parts.values(), made.scratch.size})
         sizes = {part: next((end for end in ends if end > at), at) - at for part, at in parts.items()}
         slots, padding = tokens * shape.top_k, made.values["row_padding"]
@@ -91,7 +65,7 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
             assert sizes["blocks"] >= 16 * sum(math.ceil(count / least) for count in counts)
             rows = sum(math.ceil(count / padding) * padding for count in counts)
             assert made.values["padded_rows"] >= rows
-            assert sizes["order"] >= 4 * rows
+            assert sizes["sorted_slots"] >= 4 * rows
             first, second = made.stages
             outputs = rows if form.wide else slots
             item = 2 if form.wide else 4
@@ -99,8 +73,8 @@ def test_scratch_parts_hold_what_the_kernels_write(name: str, form: MoeForm) -> 
             assert sizes["out_0"] >= item * outputs * first["projections"] * first["out_features"]
             # Sums are read in groups of a form's rows, beyond the last.
             beyond = form.tile_rows if form.wide else 0
-            assert fact_rows >= outputs
-            assert sizes["sums"] >= 4 * (fact_rows * (first["projections"] + 1) + beyond)
+            assert info_rows >= outputs
+            assert sizes["sums"] >= 4 * (info_rows * (first["projections"] + 1) + beyond)
             assert sizes["rows_0"] >= 2 * rows * first["projections"] * first["in_features"]
             assert sizes["rows_1"] >= 2 * rows * second["in_features"]
         assert sizes["row_largest"] >= 4 * tokens
@@ -141,7 +115,7 @@ def test_swiglu_without_biases_has_a_transform_of_its_own(intermediate: int) -> 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 5000, 8192])
 def test_the_weighted_sum_has_warps_for_every_token(tokens: int) -> None:
-    """As moe_combine_rows.cu shares them out: whole parts of every token, and no more than 128-blocks."""
+    """As moe/combine_rows.cu shares them out: whole parts of every token, and no more than 128-blocks."""
     made = plan_moe(layer(), tokens, MoeForm(False, 64), 32, H200)
     combine, blocks = launch(made, COMBINE_ROWS), made.stages[1]["out_features"] // 128
     warps = combine.grid[0] * combine.threads // 32
@@ -157,8 +131,8 @@ def test_the_ring_is_deep_enough_at_every_rate() -> None:
                 # decoding runs one slot ahead of the products, and one more is on its way
                 values = plan_moe(shape, 100, form, 64, H200).values
                 one = 4 * values["weight_pitch"] + values["activation_stride"]
-                assert values["ring_stages"] >= 3
-                assert values["ring_stages"] * values["ring_stride"] >= 4 * one
+                assert values["pipeline_stages"] >= 3
+                assert values["pipeline_stages"] * values["stage_stride"] >= 4 * one
 
 
 def test_precompiling_knows_what_a_packs_experts_mix() -> None:
@@ -171,7 +145,7 @@ def test_precompiling_knows_what_a_packs_experts_mix() -> None:
         assert all(set(instances(shape, H200)) <= set(wanted) for shape in shapes)
         assert GROUP_ROWS[1] in wanted
         assert not any(
-            instance.source in ("moe_wide.cu", "moe_cluster.cu")
+            instance.source in ("moe/wide.cu", "moe/cluster.cu")
             for instance in expert_instances(codes, typical_limits("sm_80"))
         )
 
@@ -222,7 +196,7 @@ def test_a_gpu_that_holds_no_cluster_is_named_while_loading() -> None:
 def test_no_sum_overflows_what_it_is_stored_as(architecture: str) -> None:
     """Sums are fp16 between the kernels: the largest that any weights and inputs can make, of the widest rows.
 
-    Before the transform no channel exceeds 2^7.5 (of moe_finish.cuh), so a 128-block's magnitudes behind it add up to
+    Before the transform no channel exceeds 2^7.5 (of moe/epilogue.cuh), so a 128-block's magnitudes behind it add up to
     128·2^7.5 at most.
     """
     limits, widest = typical_limits(architecture), 0
@@ -232,7 +206,7 @@ def test_no_sum_overflows_what_it_is_stored_as(architecture: str) -> None:
         except ValueError:
             break
         widest = width
-    scale = re.search(r"STORED_SCALE = (0x1p-\d+)f", kernel_sources()["moe_finish.cuh"])
+    scale = re.search(r"STORED_SCALE = (0x1p-\d+)f", kernel_sources()["moe/epilogue.cuh"])
     assert scale is not None
     largest = max(float(abs(codebook_table(codebook).astype(float)).max()) for codebook in Codebook)
     assert 16_384 < widest < 1 << 19

@@ -11,7 +11,7 @@ from tests.cuda.host_kernels import HostKernels
 from tests.cuda.moe_host import H200, IDENTITY, MIXED, NUMBERS, UNIFORM, WIDE, Memory, arguments_of, launch_alone, read
 from tests.ops.moe_layers import random_layer, random_routing
 from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs
-from vllm_exl3.cuda.moe_plan import COUNT, ROUTE, ROWS, TURNS, plan_moe
+from vllm_exl3.cuda.moe_plan import COUNT, ROUTE, ROWS, SCHEDULE, plan_moe
 from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.pack.stored import Codebook
 
@@ -33,7 +33,7 @@ def test_slots_by_row_blocks_where_they_are_few_or_many(moe_library: HostKernels
 
     flat = ids.numpy().ravel()
     here, counts = int((flat >= 0).sum()), np.bincount(flat[flat >= 0], minlength=experts)
-    assert (read(args.order, here) == np.argsort(np.where(flat >= 0, flat, experts), kind="stable")[:here]).all()
+    assert (read(args.sorted_slots, here) == np.argsort(np.where(flat >= 0, flat, experts), kind="stable")[:here]).all()
     listed = read(args.blocks, 4 * read(args.list_sizes, 1)[0]).reshape(-1, 4)
     most = np.where(counts > 2, top_most, 2)
     assert (listed[:, 0] == np.repeat(np.arange(experts), -(-counts // most))).all()
@@ -51,14 +51,14 @@ def test_work_is_sorted_by_kind(moe_library: HostKernels, tokens: int) -> None:
     plan, memory = plan_moe(shape, tokens, WIDE, 32, H200), Memory()
     args = arguments_of(memory, layer, plan, pack_table(layer.projections), False)
     args.x, args.x_type, args.ids = memory.place(np.ones((tokens, 128), np.float32)), 2, memory.place(ids.numpy())
-    launch_alone(moe_library, args, plan, ROUTE, TURNS)
+    launch_alone(moe_library, args, plan, ROUTE, SCHEDULE)
     listed = read(args.blocks, 4 * read(args.list_sizes, 1)[0]).reshape(-1, 4)
     for stage, parts in zip(args.stages, ((0, 1), (2,)), strict=True):
-        turns = read(stage.turns, 4 * len(parts) * len(listed)).reshape(-1, 4)
-        found = [(*turn[:3], turn[3] & 255) for turn in turns.tolist()]
+        schedule = read(stage.schedule, 4 * len(parts) * len(listed)).reshape(-1, 4)
+        found = [(*turn[:3], turn[3] & 255) for turn in schedule.tolist()]
         assert sorted(found) == sorted((*block[:3], i) for block in listed.tolist() for i in range(len(parts)))
         own = [layer.projections[expert][parts[index]] for expert, _, _, index in found]
-        assert [turn >> 8 for turn in turns[:, 3].tolist()] == [part.half_bits | part.codebook << 8 for part in own]
+        assert [turn >> 8 for turn in schedule[:, 3].tolist()] == [part.half_bits | part.codebook << 8 for part in own]
         order = [(part.half_bits, part.codebook) for part in own]
         assert order == sorted(order, reverse=True)
 
@@ -84,13 +84,13 @@ def test_slots_are_sorted_by_one_block_or_several(moe_library: HostKernels, toke
     def found(part: str, count: int) -> np.ndarray:
         return read(getattr(args, part), count)
 
-    flat, starts, places = ids.numpy().ravel(), found("starts", experts + 1), found("places", ids.numel())
+    flat, starts, places = ids.numpy().ravel(), found("starts", experts + 1), found("slot_positions", ids.numel())
     counts = np.bincount(flat[flat >= 0], minlength=experts)
     assert (starts == np.concatenate([[0], np.cumsum(-(-counts // 8) * 8)])).all()
     for expert in range(experts):
         mine = np.flatnonzero(flat == expert)
         assert (places[mine] == starts[expert] + np.arange(len(mine))).all()
-        assert (found("order", starts[-1])[places[mine]] == mine).all()
+        assert (found("sorted_slots", starts[-1])[places[mine]] == mine).all()
     assert (places[flat < 0] == -1).all()
     for size, part, most in zip(found("list_sizes", 2), ("blocks", "chunks"), (64, 16), strict=True):
         listed = found(part, 4 * size).reshape(size, 4)

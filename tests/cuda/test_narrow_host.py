@@ -16,8 +16,8 @@ import torch
 from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.geometry import Form, GpuLimits, LinearPlan
-from vllm_exl3.cuda.narrow import MANY, inverse_of, plan_narrow
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow import NARROW_32, inverse_of, plan_narrow
+from vllm_exl3.cuda.narrow_partition import NarrowPartition as Partition
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.ops.trellis import decode, hadamard
 from vllm_exl3.pack.stored import Codebook
@@ -55,7 +55,7 @@ class Case:
     depth: int
     width: int
     rows: int
-    cut: Cut
+    partition: Partition
     rotated: bool
     dtype: torch.dtype = torch.float16
     clustered: bool = False
@@ -66,32 +66,42 @@ def _cases() -> dict[str, Case]:
     mixed = tuple((kind, 2) for kind in MIXED)
     decoded = tuple((kind, 2) for kind in DECODED)
     return {
-        "one token, equal parts": Case(0, Form(True, 4), mul1, 5, 640, 1, Cut(1, 3, 6), False),
-        "four tokens, two columns a warp": Case(0, Form(True, 4), mul1, 4, 512, 4, Cut(2, 2, 2), False, torch.bfloat16),
-        "three tokens, cut anywhere, narrow input": Case(0, Form(True, 4), mul1, 3, 300, 3, Cut(1, 0, 4), False),
-        "kinds, cut anywhere": Case(1, Form(True, 8), mixed, 2, 256, 6, Cut(1, 0, 5), False, torch.float32),
-        "kinds, rotated before": Case(1, Form(True, 8), mixed, 2, 256, 6, Cut(1, 0, 5), True, torch.float32),
-        "fast mode": Case(4, Form(True, 8, True), mul1, 2, 256, 7, Cut(1, 2, 4), False),
-        "decoded, 8 tokens": Case(2, Form(False, 8), decoded, 2, 256, 7, Cut(1, 0, 5), False, torch.float32),
-        "decoded, 16 tokens": Case(3, Form(False, 16), decoded, 2, 256, 13, Cut(1, 0, 5), False),
+        "one token, equal parts": Case(0, Form(True, 4), mul1, 5, 640, 1, Partition(1, 3, 6), False),
+        "four tokens, two columns a warp": Case(
+            0, Form(True, 4), mul1, 4, 512, 4, Partition(2, 2, 2), False, torch.bfloat16
+        ),
+        "three tokens, cut anywhere, narrow input": Case(0, Form(True, 4), mul1, 3, 300, 3, Partition(1, 0, 4), False),
+        "kinds, cut anywhere": Case(1, Form(True, 8), mixed, 2, 256, 6, Partition(1, 0, 5), False, torch.float32),
+        "kinds, rotated before": Case(1, Form(True, 8), mixed, 2, 256, 6, Partition(1, 0, 5), True, torch.float32),
+        "fast mode": Case(4, Form(True, 8, True), mul1, 2, 256, 7, Partition(1, 2, 4), False),
+        "decoded, 8 tokens": Case(2, Form(False, 8), decoded, 2, 256, 7, Partition(1, 0, 5), False, torch.float32),
+        "decoded, 16 tokens": Case(3, Form(False, 16), decoded, 2, 256, 13, Partition(1, 0, 5), False),
         "decoded, two columns a warp": Case(
-            3, Form(False, 16), tuple((kind, 3) for kind in DECODED), 2, 256, 16, Cut(2, 0, 3), False
+            3, Form(False, 16), tuple((kind, 3) for kind in DECODED), 2, 256, 16, Partition(2, 0, 3), False
         ),
         "a cluster of one block": Case(
-            3, Form(False, 16), tuple((kind, 3) for kind in DECODED), 2, 256, 11, Cut(1, 1, 10), False, clustered=True
+            3,
+            Form(False, 16),
+            tuple((kind, 3) for kind in DECODED),
+            2,
+            256,
+            11,
+            Partition(1, 1, 10),
+            False,
+            clustered=True,
         ),
-        "rotated in two rounds": Case(0, Form(True, 4), ((MUL1, 1),), 10, 1280, 4, Cut(1, 0, 1), False),
+        "rotated in two rounds": Case(0, Form(True, 4), ((MUL1, 1),), 10, 1280, 4, Partition(1, 0, 1), False),
         "decoded, rotated in two rounds": Case(
-            2, Form(False, 8), tuple((kind, 1) for kind in DECODED), 11, 1408, 7, Cut(1, 0, 5), False
+            2, Form(False, 8), tuple((kind, 1) for kind in DECODED), 11, 1408, 7, Partition(1, 0, 5), False
         ),
-        "fetched in halves": Case(0, Form(True, 4), ((MUL1, 1),), 40, 5120, 4, Cut(1, 0, 1), True),
-        "many tokens": Case(5, MANY, ((DECODED[0], 1),), 2, 256, 19, Cut(1, 0, 2), False),
-        "many tokens, kinds": Case(5, MANY, decoded, 2, 256, 27, Cut(1, 0, 5), False, torch.float32),
+        "fetched in halves": Case(0, Form(True, 4), ((MUL1, 1),), 40, 5120, 4, Partition(1, 0, 1), True),
+        "many tokens": Case(5, NARROW_32, ((DECODED[0], 1),), 2, 256, 19, Partition(1, 0, 2), False),
+        "many tokens, kinds": Case(5, NARROW_32, decoded, 2, 256, 27, Partition(1, 0, 5), False, torch.float32),
         "many tokens, several at once": Case(
-            5, MANY, tuple((kind, 3) for kind in DECODED), 7, 890, 32, Cut(1, 3, 30), False
+            5, NARROW_32, tuple((kind, 3) for kind in DECODED), 7, 890, 32, Partition(1, 3, 30), False
         ),
-        "many tokens, two tiles, rotated before": Case(5, MANY, decoded, 2, 250, 39, Cut(1, 2, 10), True),
-        "decoded, two tiles, rotated before": Case(3, Form(False, 16), decoded, 2, 250, 18, Cut(1, 2, 10), True),
+        "many tokens, two tiles, rotated before": Case(5, NARROW_32, decoded, 2, 250, 39, Partition(1, 2, 10), True),
+        "decoded, two tiles, rotated before": Case(3, Form(False, 16), decoded, 2, 250, 18, Partition(1, 2, 10), True),
     }
 
 
@@ -127,7 +137,7 @@ def _run(
 ) -> torch.Tensor:
     """Results of a launch; ``stale`` are words that scratch may hold before, else 1, that of a taken share."""
     shards, tensors = _layer(case)
-    plan: LinearPlan = plan_narrow(shards, x.shape[0], case.width, case.form, LIMITS, case.cut, case.rotated)
+    plan: LinearPlan = plan_narrow(shards, x.shape[0], case.width, case.form, LIMITS, case.partition, case.rotated)
     memory, arguments = Memory(), plan.arguments_type.from_buffer_copy(plan.arguments)
     out = torch.full((x.shape[0], plan.out_features), float("nan"), dtype=x.dtype)
     words = np.array([1], np.uint32) if stale is None else stale
@@ -144,7 +154,7 @@ def _run(
         library.run_rotate(ctypes.byref(arguments), case.kernel, *plan.transform.grid, plan.transform.shared)
     # The plan makes no cluster of one block, and reserves no memory for what its blocks exchange.
     shared = plan.shared + case.clustered * case.form.tile_rows * 2 * 512
-    block = case.cut.columns, int(case.clustered)
+    block = case.partition.columns, int(case.clustered)
     library.run_narrow(ctypes.byref(arguments), case.kernel, *block, *plan.grid, shared, int(at_once))
     if plan.counters:
         left = (ctypes.c_uint32 * plan.counters).from_address(arguments.counters)
@@ -192,7 +202,7 @@ def test_what_scratch_held_before_says_nothing(library: HostKernels, name: str) 
     ),
 )
 def test_blocks_at_once_and_in_turn_give_the_same(library: HostKernels, name: str) -> None:
-    """At once they wait for each other's sums and share what ends a strip; in turn the last one does it all."""
+    """At once they wait for each other's sums and share what ends an n tile; in turn the last one does it all."""
     case = CASES[name]
     x = torch.randn(case.rows, case.width, generator=torch.Generator().manual_seed(4)).to(case.dtype)
     expected = _run(library, case, x)
@@ -248,7 +258,7 @@ def _run_division(function: Callable[..., None], n: np.ndarray, d: np.ndarray) -
 
 
 def test_quotients_of_anything_a_launch_divides(library: HostKernels) -> None:
-    """Also with reciprocals one unit off, as the GPU's may be."""
+    """Also with reciprocals one k block off, as the GPU's may be."""
     divisors = np.concatenate([np.arange(1, 2000), np.random.default_rng(1).integers(2000, 1 << 21, 2000)])
     n, d = _around_multiples(divisors, np.full_like(divisors, (1 << 21) - 1))
     np.testing.assert_array_equal(_run_division(library.run_quotient, n, d), n // d)

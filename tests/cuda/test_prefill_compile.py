@@ -29,7 +29,7 @@ def test_fast_mode_compiles_for_hopper(half_bits: int, monkeypatch: pytest.Monke
     monkeypatch.setenv("VLLM_EXL3_PRECISION", "fast")
     limits = typical_limits("sm_90a")
     wanted = prefill_int8.instances((Shard(half_bits, 2, 4096, 1024, 0, 1024),), limits)
-    assert {instance.source for instance in wanted} == {"prefill_quantize.cu", "prefill_int8.cu", "prefill_finish.cu"}
+    assert {instance.source for instance in wanted} == {"prefill/quantize.cu", "prefill/int8.cu", "prefill/reduce.cu"}
     for instance in wanted:
         cubin = compile_instance(instance, "sm_90a")
         assert cubin.spill_bytes == cubin.stack_bytes == 0, (instance, cubin.log)

@@ -23,7 +23,6 @@ ASSEMBLY = {
     "st.shared.f32": "memcpy(shared_base + address + 4 * OFFSET, &value, 4)",
     "cp.async.wait_all": "(void)0",
     "max.NaN.f32": "result = std::isnan(most) || std::isnan(value) ? NAN : max(most, fabsf(value))",
-    "cp.async.ca.shared.global": "staging.undo[i] = args.scales[shard_index * args.rows + first_row + i]",
 }
 """What stands for an instruction on the host; the packed conversion, which two places use, is matched by operands."""
 
@@ -32,8 +31,8 @@ def _host(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         statement = match[0]
         operands = re.findall(r'"=?[rfl]"\(((?:[^()]|\([^()]*\))*)\)', statement)
-        if "cp.async.cg.shared.global" in statement:
-            return f"memcpy(shared_base + {operands[0]}, {operands[1]}, 16);"
+        if copied := re.search(r"cp\.async\.c[ag]\.shared\.global \[%0\], \[%1\], (\d+)", statement):
+            return f"memcpy(shared_base + {operands[0]}, {operands[1]}, {copied[1]});"
         if "cvt.rn.f16x2.f32" in statement:
             return f"{operands[0]} = half_bits({operands[2]}) | u32(half_bits({operands[1]})) << 16;"
         known = [host for name, host in ASSEMBLY.items() if name in statement]
@@ -59,11 +58,21 @@ def _inlined(name: str, seen: set[str]) -> str:
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prefill")
     seen: set[str] = set()
-    (folder / "transform.h").write_text(_inlined("prefill_transform.cu", seen))
-    (folder / "finish.h").write_text(_inlined("prefill_finish.cu", seen))
+    (folder / "transform.h").write_text(_inlined("prefill/transform.cu", seen))
+    (folder / "finish.h").write_text(_inlined("prefill/reduce.cu", seen))
     source, target = Path(__file__).parent / "prefill_host.cpp", folder / "prefill"
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-w", "-DINSTANCE_PARTS=HalfParts", f"-I{folder}", str(source), "-o", str(target)],
+        [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-DINSTANCE_PARTIALS=HalfPartials",
+            f"-I{folder}",
+            str(source),
+            "-o",
+            str(target),
+        ],
         check=True,
     )
     return target
@@ -93,8 +102,8 @@ def test_a_fused_layer(program: Path, tokens: int, rows: int, ranges: int | None
     plan = plan_prefill(shards, rows, width, GPU, tokens, ranges)
     arguments = PrefillArgs.from_buffer_copy(plan.arguments)
     transform = [plan.transform.grid[0], plan.transform.threads, plan.transform.shared]
-    cut_tiles = arguments.strips * arguments.row_tiles - arguments.whole_tiles
-    finish = (cut_tiles * arguments.strip_blocks, -(-tokens // 64)) if arguments.ranges else (0, 0)
+    cut_tiles = arguments.n_tiles * arguments.row_tiles - arguments.whole_tiles
+    finish = (cut_tiles * arguments.n_blocks, -(-tokens // 64)) if arguments.ranges else (0, 0)
     numbers = [tokens, plan.grid // plan.cluster, rows, *transform, *finish]
     data = [bytes(arguments), np.array(numbers, np.uint32), x, *suh, *svh, bias, dense]
     output = subprocess.run(

@@ -220,7 +220,7 @@ def _on_the_host(
 def without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose blocks would have to run side by side."""
     original = prefill_plan.kernel
-    monkeypatch.setattr(prefill_plan, "kernel", lambda *of: dataclasses.replace(original(*of), strip=1))
+    monkeypatch.setattr(prefill_plan, "kernel", lambda *of: dataclasses.replace(original(*of), n_blocks=1))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")

@@ -1,45 +1,28 @@
-"""The cut of a prefill launch: structures that mirror the device's, units covered once, memory that fits, no cliffs."""
+"""The partition of a prefill launch: structures, k blocks covered once, memory that fits, no cliffs."""
 
-import ctypes
 import itertools
-import re
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_exl3.cuda.compiler import kernel_sources
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill import window_rows
-from vllm_exl3.cuda.prefill_cut import cut
-from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, cut_int8_rows
-from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, PrefillArgs, PrefillShard, kernel, plan_prefill
+from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, plan_quantize
+from vllm_exl3.cuda.prefill_partition import choose_partition
+from vllm_exl3.cuda.prefill_plan import MMA_TILES, TILES, PrefillArgs, kernel, plan_prefill
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
 H200 = GpuLimits("sm_90a", 132, 232448, ((2, 66), (4, 30), (8, 14)))
 SMALL = GpuLimits("sm_90a", 16, 232448, ((2, 8),))
-_SIZES = {"u32": 4, "i64": 8}
 
 
-@pytest.mark.parametrize("structure", [PrefillShard, PrefillArgs])
-def test_structures_mirror_the_device(structure: type[ctypes.Structure]) -> None:
-    source = kernel_sources()["prefill_problem.cuh"]
-    body = re.search(rf"struct {structure.__name__} {{(.*?)^}};", source, re.S | re.M)
-    assert body is not None
-    found = []
-    for kind, name in re.findall(r"^\s+(.*?)\s*\b(\w+)(?:\[MAX_SHARDS\])?;", re.sub(r"//.*", "", body[1]), re.M):
-        size = ctypes.sizeof(PrefillShard) * 8 if kind == "PrefillShard" else 8 if kind.endswith("*") else _SIZES[kind]
-        found.append((name, size))
-    assert found == [(name, ctypes.sizeof(kind)) for name, kind in structure._fields_]
-    assert ctypes.sizeof(structure) == sum(size for _, size in found)  # no hole that a compiler could place elsewhere
-
-
-def _segments(arguments: PrefillArgs, clusters: int) -> list[list[tuple[int, int, int]]]:
-    """(tile, first unit, end) of every cluster's segments, in order: what PrefillWalk of prefill_problem.cuh gives."""
+def _work_tiles(arguments: PrefillArgs, clusters: int) -> list[list[tuple[int, int, int]]]:
+    """(tile, first k block, end) of every cluster's work tiles, in the order of PrefillScheduler."""
     depth = arguments.in_features // 64
-    begin = [r * arguments.range_units + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
+    begin = [r * arguments.range_k_blocks + min(r, arguments.longer_ranges) for r in range(arguments.ranges + 1)]
     walks = []
     for cluster in range(clusters):
         walk = [(tile, 0, depth) for tile in range(cluster, arguments.whole_tiles, clusters)]
@@ -76,25 +59,25 @@ def test_every_unit_is_computed_once(
     used = kernel(arguments.tile_rows, limits)
     assert clusters <= used.clusters(limits) and plan.grid % plan.cluster == 0 and arguments.stages >= 2
     assert plan.shared * used.resident <= limits.shared_memory
-    tiles = arguments.strips * arguments.row_tiles
-    assert arguments.strips == sum(-(-n // used.strip) for _, _, n in shapes)
-    walks = _segments(arguments, clusters)
+    tiles = arguments.n_tiles * arguments.row_tiles
+    assert arguments.n_tiles == sum(-(-n // used.n_blocks) for _, _, n in shapes)
+    walks = _work_tiles(arguments, clusters)
     seen = Counter((tile, unit) for walk in walks for tile, first, end in walk for unit in range(first, end))
     assert len(seen) == tiles * depth and set(seen.values()) <= {1}
     for walk in walks:  # the two areas that a range has for its partial sums
         assert sum(end - first < depth for _, first, end in walk) <= 2
-    partials = 2 * arguments.ranges * used.strip * arguments.tile_rows * 256
+    partials = 2 * arguments.ranges * used.n_blocks * arguments.tile_rows * 256
     assert plan.scratch >= plan.scratch_parts["partials"] + partials
-    assert arguments.strip_blocks == used.strip
+    assert arguments.n_blocks == used.n_blocks
     cut_tiles = tiles - arguments.whole_tiles
     ended = "arrivals" in plan.scratch_parts
     assert bool(arguments.ranges) == (cut_tiles > 0) == (ended or plan.finish is not None)
     if ended:
-        assert plan.finish is None and used.ends and arguments.tile_rows <= 128
-        assert plan.scratch >= plan.scratch_parts["arrivals"] + 4 * cut_tiles * used.strip
+        assert plan.finish is None and used.reduces and arguments.tile_rows <= 128
+        assert plan.scratch >= plan.scratch_parts["arrivals"] + 4 * cut_tiles * used.n_blocks
         assert all(len(walk) <= 1 or walk[-2][2] == depth for walk in walks)  # no cluster has parts of two tiles
     if plan.finish is not None:
-        assert plan.finish[0] == cut_tiles * used.strip
+        assert plan.finish[0] == cut_tiles * used.n_blocks
         assert plan.finish[1] * 64 >= arguments.tile_rows
 
 
@@ -119,11 +102,11 @@ def test_cutting_is_never_estimated_worse_than_whole_tiles(
     tiles: int, depth: int, tokens: int, clusters: int, ends: bool
 ) -> None:
     ends = ends and tokens <= 128
-    chosen = cut(tiles, depth, tokens, clusters, ends=ends)
-    assert not chosen.ended or (ends and chosen.ranges % (tiles - chosen.whole_tiles) == 0)
+    chosen = choose_partition(tiles, depth, tokens, clusters, reduces=ends)
+    assert not chosen.reduces or (ends and chosen.ranges % (tiles - chosen.whole_tiles) == 0)
     assert chosen.whole_tiles <= tiles and chosen.ranges <= clusters and 1 <= chosen.clusters <= clusters
     assert (chosen.ranges == 0) == (chosen.whole_tiles == tiles)
-    assert chosen.cost >= tiles * depth / clusters  # a unit takes more than a cycle
+    assert chosen.cost >= tiles * depth / clusters  # a k block takes more than a cycle
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)])
@@ -137,8 +120,8 @@ def test_time_grows_with_tokens_without_cliffs(shape: tuple[int, int]) -> None:
         arguments = PrefillArgs.from_buffer_copy(plan.arguments)
         depth, tokens, used = shape[0] // 64, arguments.tile_rows, kernel(arguments.tile_rows, H200)
         time, step = (
-            cut(tiles, depth, tokens, used.clusters(H200), ends=used.ends).cost
-            for tiles in (arguments.strips * arguments.row_tiles, arguments.strips)
+            choose_partition(tiles, depth, tokens, used.clusters(H200), reduces=used.reduces).cost
+            for tiles in (arguments.n_tiles * arguments.row_tiles, arguments.n_tiles)
         )
         costs.append((rows, time, step))
     for (m1, t1, _), (m2, t2, step) in itertools.pairwise(costs):
@@ -158,7 +141,7 @@ def test_windows_are_few_and_even(rows: int, in_blocks: int, shards: int, int8: 
 
 @given(st.integers(1, 10_000), st.integers(1, MOST_INT8_IN // 128), st.integers(1, 3))
 def test_rounded_rows_have_a_thread_a_unit(rows: int, in_blocks: int, shards: int) -> None:
-    cut = cut_int8_rows(rows, 128 * in_blocks, shards)
-    assert 0 <= cut.grid[0] * cut.block_rows - rows < cut.block_rows and cut.grid[1] == shards
-    assert cut.block_rows * 2 * in_blocks <= cut.threads <= 512 and cut.threads % 32 == 0
-    assert cut.block_rows * 128 * in_blocks * 2 < cut.shared <= H200.shared_memory
+    launch = plan_quantize(rows, 128 * in_blocks, shards)
+    assert 0 <= launch.grid[0] * launch.block_rows - rows < launch.block_rows and launch.grid[1] == shards
+    assert launch.block_rows * 2 * in_blocks <= launch.threads <= 512 and launch.threads % 32 == 0
+    assert launch.block_rows * 128 * in_blocks * 2 < launch.shared <= H200.shared_memory

@@ -52,7 +52,7 @@ def test_the_kernels_on_the_host(
     dtype: type,
 ) -> None:
     blocks = 1 if tokens > 128 else 2  # Hadamard blocks of a thread block, which has no others in its cluster
-    one = prefill_plan._Kernel("prefill", strip=blocks, pairs=blocks, producers=128, stages=12, resident=1)
+    one = prefill_plan._Kernel("prefill", n_blocks=blocks, pairs=blocks, producers=128, stages=12, resident=1)
     monkeypatch.setattr(prefill_plan, "kernel", lambda tokens, limits: one)
     shards = (Shard(8, 2, 256, 256, 0, 256), Shard(second, 2, 256, 128, 20, 100))
     rng = np.random.default_rng(rows)
@@ -77,7 +77,7 @@ def test_the_kernels_on_the_host(
     transform = plan.transform
     library.transform(ctypes.byref(arguments), transform.grid[0], transform.threads, transform.shared)
     ended = plan.finish is None and arguments.ranges > 0
-    if ended and not arguments.whole_tiles and arguments.range_units < 4:
+    if ended and not arguments.whole_tiles and arguments.range_k_blocks < 4:
         # A block whose neighbours never come gives up, and leaves outputs alone.
         out[:] = 7
         library.multiply(ctypes.byref(arguments), 1, plan.threads, plan.shared)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda.geometry import GpuLimits
-from vllm_exl3.cuda.prefill_input import ROTATE, cut_rotated_rows
+from vllm_exl3.cuda.prefill_input import ROTATE, plan_rotate
 from vllm_exl3.cuda.prefill_plan import PrefillArgs, plan_prefill
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
@@ -57,7 +57,7 @@ def _rows(rows: int, width: int, dtype: torch.dtype, signs: np.ndarray) -> torch
     return x.to(dtype)
 
 
-def _run(library: HostKernels, x: torch.Tensor, suh: np.ndarray, tokens: int, sharing: int) -> np.ndarray:
+def _run(library: HostKernels, x: torch.Tensor, suh: np.ndarray, tokens: int, cluster_size: int) -> np.ndarray:
     """A of every shard, ``[shards, rows, in_features]``, its scale undone."""
     shards, in_features = suh.shape
     rows, width = x.shape
@@ -67,7 +67,7 @@ def _run(library: HostKernels, x: torch.Tensor, suh: np.ndarray, tokens: int, sh
     activations = _aligned(2 * shards * arguments.row_tiles * tokens * in_features).view(np.float16)
     held, scales = _aligned(suh.nbytes).view(np.float16), np.full((shards, rows), np.nan, np.float32)
     held[:] = suh.ravel()
-    arguments.sharing = sharing
+    arguments.cluster_size = cluster_size
     arguments.x, arguments.x_stride, arguments.x_type = x.data_ptr(), width, int(x.dtype == torch.bfloat16)
     arguments.activations, arguments.scales = activations.ctypes.data, scales.ctypes.data
     for index in range(shards):
@@ -86,16 +86,16 @@ def _run(library: HostKernels, x: torch.Tensor, suh: np.ndarray, tokens: int, sh
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "in_features", "width", "tokens", "sharing"),
+    ("rows", "in_features", "width", "tokens", "cluster_size"),
     [(21, 1280, 1208, 64, 1), (11, 768, 768, 256, 2), (13, 2048, 2048, 192, 4), (11, 2304, 2240, 64, 8)],
 )
 def test_rows_are_rotated(
-    library: HostKernels, dtype: torch.dtype, rows: int, in_features: int, width: int, tokens: int, sharing: int
+    library: HostKernels, dtype: torch.dtype, rows: int, in_features: int, width: int, tokens: int, cluster_size: int
 ) -> None:
     rng = np.random.default_rng(in_features)
     suh = (rng.uniform(0.2, 2, (2, in_features)) * rng.choice([-1, 1], (2, in_features))).astype(np.float16)
     x = _rows(rows, width, dtype, np.sign(suh[0].astype(np.float64)))
-    found = _run(library, x, suh, tokens, sharing)
+    found = _run(library, x, suh, tokens, cluster_size)
     wide = np.zeros((rows, in_features))
     wide[:, :width] = x.double().numpy()
     for shard in range(2):
@@ -135,19 +135,22 @@ def test_channels_with_next_to_no_scale_may_hold_anything(library: HostKernels, 
     st.sampled_from([H200, GpuLimits("sm_90a", 16, 232448)]),
 )  # fmt: skip
 def test_clusters_run_at_once(rows: int, in_blocks: int, shards: int, limits: GpuLimits) -> None:
-    cut = cut_rotated_rows(rows, BLOCK * in_blocks, limits, shards)
-    warps, groups = cut.threads // 32, -(-rows // 8)
-    assert cut.instance == ROTATE[warps] and cut.grid == (groups * cut.cluster, shards)
-    if cut.cluster > 1:
-        most = dict(limits.clusters).get(cut.cluster, limits.multiprocessors // cut.cluster)
+    launch = plan_rotate(rows, BLOCK * in_blocks, limits, shards)
+    warps, groups = launch.threads // 32, -(-rows // 8)
+    assert launch.instance == ROTATE[warps] and launch.grid == (
+        groups * launch.cluster,
+        shards,
+    )
+    if launch.cluster > 1:
+        most = dict(limits.clusters).get(launch.cluster, limits.multiprocessors // launch.cluster)
         assert groups * shards <= _RESIDENT[warps] * most
-        assert cut.cluster * warps <= in_blocks  # every warp has a 128-block
+        assert launch.cluster * warps <= in_blocks  # every warp has a 128-block
 
 
 @pytest.mark.parametrize(
-    ("rows", "warps", "sharing"),
+    ("rows", "warps", "cluster_size"),
     [(64, 8, 8), (128, 8, 4), (256, 8, 2), (512, 16, 2), (1024, 16, 1), (2048, 8, 1), (4096, 8, 1)],
 )
-def test_what_was_measured_to_be_fastest(rows: int, warps: int, sharing: int) -> None:
-    cut = cut_rotated_rows(rows, 14336, H200)
-    assert (cut.threads, cut.cluster) == (32 * warps, sharing)
+def test_what_was_measured_to_be_fastest(rows: int, warps: int, cluster_size: int) -> None:
+    launch = plan_rotate(rows, 14336, H200)
+    assert (launch.threads, launch.cluster) == (32 * warps, cluster_size)

@@ -23,6 +23,7 @@ from vllm_exl3.tools.random_pack import write_random_pack
 @example([(8, 2)] * 3, 1, 1, "sm_90a", {"VLLM_EXL3_PRECISION": "fast"}, 132, 0)
 @example([(8, 1)], 1, 1, "sm_80", {"VLLM_BATCH_INVARIANT": "1"}, 132, 0)
 @example([(8, 2)], 32, 32, "sm_90a", {}, 114, 2)
+@example([(2, 2)], 257, 3, "sm_90a", {"VLLM_EXL3_PRECISION": "fast"}, 100, 0)
 @given(
     st.lists(st.sampled_from(survey.every_kind()), min_size=1, max_size=4),
     st.integers(1, 420),

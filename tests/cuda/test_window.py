@@ -16,8 +16,9 @@ HALF_BITS = (*range(2, 17, 2), 3, 5, 7)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
 @pytest.mark.parametrize("half_bits", HALF_BITS)
 def test_every_state_of_random_tiles(half_bits: int, tmp_path: Path) -> None:
-    (tmp_path / "window.cuh").write_text(kernel_sources()["window.cuh"])
-    (tmp_path / "types.cuh").write_text("#pragma once\n")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/window.cuh").write_text(kernel_sources()["base/window.cuh"])
+    (tmp_path / "base/types.cuh").write_text("#pragma once\n")
     program = tmp_path / "states"
     source = Path(__file__).parent / "window_host.cpp"
     define = f"-DHALF_BITS_UNDER_TEST={half_bits}"

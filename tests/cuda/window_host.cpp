@@ -1,4 +1,4 @@
-// Runs the device code of window.cuh on the host: the intrinsics it uses, and a program that prints every state.
+// Runs the device code of base/window.cuh on the host: the intrinsics it uses, and a program that prints every state.
 // Reads tiles of 4·HALF_BITS words from stdin, writes 256 states a tile, 16 bits each, to stdout.
 #include <cstdint>
 #include <cstdio>
@@ -21,7 +21,7 @@ static u32 __byte_perm(u32 low, u32 high, u32 selector) {
 // The only shuffle asks a lane for the last word that it owns.
 static u32 __shfl_sync(u32, u32, int lane) { return ring[own_words * (lane >> 2) + own_words - 1]; }
 
-#include "window.cuh"
+#include "base/window.cuh"
 
 struct HostWords {
     u32 one(int index) const { return ring[index]; }

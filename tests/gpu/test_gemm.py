@@ -45,11 +45,11 @@ def test_gemm(check: Callable[[Checks, int], None], seed: int) -> None:
 def test_parts_are_ended_alike_beside_another_stream(seed: int, rows: int, equal: bool) -> None:
     """Blocks that wait for parts of their strip, while other kernels keep some of them from running at once."""
     from vllm_exl3.cuda import gemm
-    from vllm_exl3.cuda.gemm_plan import GemmCut
+    from vllm_exl3.cuda.gemm_plan import GemmPartition
     from vllm_exl3.cuda.timing import random_weights
     from vllm_exl3.ops.shards import Shard
 
-    shard, cut = Shard(8, 2, 4096, 4096, 0, 4096), GemmCut(128 if equal else 131, equal)
+    shard, partition = Shard(8, 2, 4096, 4096, 0, 4096), GemmPartition(128 if equal else 131, equal)
     tensors = random_weights(shard, rows)
     x = torch.randn(rows, 4096, device="cuda").half()
     out, first = x.new_empty((rows, 4096)), None
@@ -59,7 +59,7 @@ def test_parts_are_ended_alike_beside_another_stream(seed: int, rows: int, equal
             if turn % 3:
                 square @ square
         out.fill_(float("nan"))
-        gemm.gemm(x, *tensors, None, (shard,), out, cut=cut)
+        gemm.gemm(x, *tensors, None, (shard,), out, partition=partition)
         first = out.clone() if first is None else first
         assert torch.equal(out, first)
 

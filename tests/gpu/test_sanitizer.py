@@ -44,8 +44,8 @@ def test_nothing_is_found(subject: str, tool: str) -> None:
 def unexpected_races(report: str) -> list[str]:
     """Races but those that are meant.
 
-    In the narrow kernel one lane of one warp sets what has become of a strip (narrow_ends.cuh, `turn`), a word that the
-    other warps read again and again as volatile: they may see it before or after. So one store a kernel, and reads.
+    In the narrow kernel one lane of one warp sets the block's role in a reduction (narrow/reduction.cuh), a word that
+    the other warps read again and again as volatile: they may see it before or after. So one store a kernel, and reads.
     """
     found = [match.groups() for match in RACE.finditer(report)]
     said = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", report)

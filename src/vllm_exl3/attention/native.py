@@ -24,6 +24,7 @@ from vllm_exl3.attention.rotation import device_signs
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import compiler_unavailable
+from vllm_exl3.cuda.declarations import members
 
 __all__ = [
     "SIZES",
@@ -42,30 +43,15 @@ __all__ = [
 
 
 class KvDecodeArgs(ctypes.Structure):
-    """``KvDecodeArgs`` of kernels/kv_decode_problem.cuh, field by field."""
+    """``KvDecodeArgs`` of kv/arguments.cuh."""
 
-    _fields_ = (
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("cache", "query", "table", "lengths", "starts", "signs", "partial", "stats")
-        ),
-        *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "table_stride", "query_stride")),
-        *((name, ctypes.c_uint32) for name in ("slot_stride", "page", "page_shift", "segments", "max_query")),
-        *((name, ctypes.c_uint32) for name in ("block_query", "query_blocks", "group", "kv_heads", "head_blocks")),
-        *((name, ctypes.c_uint32) for name in ("window", "query_type")),
-        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
-    )
+    _fields_ = members("kv/arguments.cuh", "KvDecodeArgs")
 
 
 class KvMergeArgs(ctypes.Structure):
-    """``KvMergeArgs`` of kernels/kv_merge.cuh, field by field."""
+    """``KvMergeArgs`` of kv/merge.cuh."""
 
-    _fields_ = (
-        ("decode", KvDecodeArgs),
-        *((name, ctypes.c_uint64) for name in ("sinks", "output")),
-        ("output_stride", ctypes.c_int64),
-        *((name, ctypes.c_uint32) for name in ("rows", "sink_type", "output_type")),
-    )
+    _fields_ = members("kv/merge.cuh", "KvMergeArgs", KvDecodeArgs)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from vllm_exl3.attention.layout import content_bytes
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 
 __all__ = [
     "MERGE_THREADS",
@@ -20,11 +21,12 @@ __all__ = [
     "merge_shared_bytes",
 ]
 
-TILE, THREADS = 64, 128
-"""Tokens of a step and threads of a block: ``KV_TILE`` and ``KV_THREADS`` of kernels/kv_decode_problem.cuh."""
+_DEVICE = constants("kv/merge.cuh")
+TILE, THREADS = _DEVICE["KV_TILE"], _DEVICE["KV_THREADS"]
+"""Tokens of a step and threads of a block of the kernel that attends."""
 
-MERGE_THREADS = 256
-"""``KV_MERGE_THREADS`` of kernels/kv_merge.cuh."""
+MERGE_THREADS = _DEVICE["KV_MERGE_THREADS"]
+"""Threads of a block of the kernel that adds up."""
 
 MOST_SEGMENTS = THREADS
 """Each has a thread when they are added up."""
@@ -91,7 +93,7 @@ class NativeCut:
             "SIZE": self.size, "TILES": self.rows // 8, "STAGES": self.stages, "CHUNK": chunk, "HELD": int(self.held),
             "BLOCKS": self.blocks,
         }  # fmt: skip
-        return Instance("kv_decode.cu", "exl3_kv_decode", tuple((f"INSTANCE_{k}", str(v)) for k, v in macros.items()))
+        return Instance("kv/decode.cu", "exl3_kv_decode", tuple((f"INSTANCE_{k}", str(v)) for k, v in macros.items()))
 
 
 def _shared_bytes(size: int, rows: int, stages: int, held: bool) -> int:
@@ -131,7 +133,7 @@ def cut_of(group: int, max_query: int, size: int, shared_memory: int, apart: boo
 
 def merge_instance(size: int) -> Instance:
     """The kernel that adds segments up."""
-    return Instance("kv_merge.cu", "exl3_kv_merge", (("INSTANCE_SIZE", str(size)),))
+    return Instance("kv/merge.cu", "exl3_kv_merge", (("INSTANCE_SIZE", str(size)),))
 
 
 def merge_shared_bytes(size: int) -> int:

@@ -85,7 +85,7 @@ class CubinCache:
         return None
 
     def _first(self, key: str) -> bool:
-        """Whether this is asked for the first time of a key."""
+        """True at the first call with a key."""
         with self._told_lock:
             told = key in self._told
             self._told.add(key)

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ARCHITECTURES", "CompileError", "Cubin", "Instance", "compile_instance", "compiler_unavailable"]
+__all__ = ["ARCHITECTURES", "INCLUDE", "CompileError", "Cubin", "Instance", "compile_instance", "compiler_unavailable"]
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
-"""What continuous integration compiles for. sm_100a and sm_120a code does not run on sm_103 and sm_121."""
+"""Targets of continuous integration. sm_100a and sm_120a code does not run on sm_103 and sm_121."""
 
 _SERIALISED = tuple(f"C75{number}" for number in range(10, 20))
 """ptxas' notes that it put waits between wgmma instructions; it prints them as information only."""
@@ -30,7 +30,7 @@ class Instance:
     """One kernel instance: a source file and the macros that specialise it.
 
     Attributes:
-        source: file name in ``cuda/kernels``.
+        source: its path in ``cuda/kernels``, such as ``gemm/gemm.cu``.
         entry: the kernel's ``extern "C"`` name.
         macros: (name, value) pairs.
     """
@@ -84,13 +84,31 @@ class Cubin:
 
 @functools.cache
 def kernel_sources() -> dict[str, str]:
-    """Every kernel source of the package by file name."""
-    folder = importlib.resources.files("vllm_exl3.cuda") / "kernels"
-    return {
-        entry.name: entry.read_text(encoding="utf-8")
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+    """Every kernel source of the package by its path in ``cuda/kernels``, which is how sources include each other."""
+    kernels = importlib.resources.files("vllm_exl3.cuda") / "kernels"
+    found = {
+        f"{folder.name}/{entry.name}": entry.read_text(encoding="utf-8")
+        for folder in kernels.iterdir()
+        if folder.is_dir()
+        for entry in folder.iterdir()
         if entry.name.endswith((".cu", ".cuh"))
     }
+    return dict(sorted(found.items()))
+
+
+INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
+"""An include of a kernel source: the path, from ``cuda/kernels``."""
+
+
+def included(source: str) -> dict[str, str]:
+    """The headers that a kernel source includes, directly or not, by path."""
+    sources, found, pending = kernel_sources(), dict[str, str](), [source]
+    while pending:
+        for name in INCLUDE.findall(sources[pending.pop()]):
+            if name not in found:
+                found[name] = sources[name]
+                pending.append(name)
+    return dict(sorted(found.items()))
 
 
 def compiler_unavailable() -> str | None:
@@ -127,8 +145,8 @@ def _options(architecture: str) -> tuple[str, ...]:
 
 
 def fingerprint(instance: Instance, architecture: str) -> str:
-    """SHA-256 over all that decides the machine code: sources, macros, options, architecture, NVRTC version."""
-    headers = {name: text for name, text in kernel_sources().items() if name.endswith(".cuh")}
+    """SHA-256 over all that decides the machine code: its sources, macros, options, architecture, NVRTC version."""
+    headers = included(instance.source)
     parts = [compiler_version(), *_options(architecture), repr(instance), kernel_sources()[instance.source]]
     return _digest(*parts, *(item for pair in headers.items() for item in pair))
 
@@ -175,8 +193,7 @@ def compile_instance(instance: Instance, architecture: str) -> Cubin:
 
     with _load:  # the first call loads the library
         compiler_version()
-    sources = kernel_sources()
-    headers = {name: text for name, text in sources.items() if name.endswith(".cuh")}
+    sources, headers = kernel_sources(), included(instance.source)
     prologue = "".join(f"#define {name} {value}\n" for name, value in instance.macros)
     status, program = nvrtc.nvrtcCreateProgram(
         (prologue + "#line 1\n" + sources[instance.source]).encode(),

@@ -8,6 +8,7 @@ import torch
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.binding import ELEMENTS, check_flat
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import ShardArgs
 from vllm_exl3.ops.linear import split_shards
 from vllm_exl3.ops.shards import Shard, cached_shards
@@ -15,14 +16,14 @@ from vllm_exl3.pack.stored import BLOCK, TILE
 
 __all__ = ["decode_columns", "dequantize", "dequantize_instance"]
 
-_THREADS = 256
+_THREADS = constants("decode/dequantize.cu")["DEQUANTIZE_THREADS"]
 _SHARED = BLOCK * (BLOCK + 1) * 4
 
 
 def dequantize_instance(shard: Shard) -> Instance:
     """The kernel that decodes a shard to dense weights."""
     macros = (("INSTANCE_HALF_BITS", str(shard.half_bits)), ("INSTANCE_CODEBOOK", str(shard.codebook)))
-    return Instance("dequantize.cu", "exl3_dequantize", macros)
+    return Instance("decode/dequantize.cu", "exl3_dequantize", macros)
 
 
 def dequantize(

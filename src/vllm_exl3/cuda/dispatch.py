@@ -104,7 +104,7 @@ def prefill_from(architecture: str, *, fills: bool) -> int:
 
 
 def gemm_rows(architecture: str, kinds: Collection[tuple[int, int]], units: float, *, int8: bool = False) -> range:
-    """The numbers of tokens that the GEMM kernel (gemm.cu) serves; empty where it serves none.
+    """The numbers of tokens that the GEMM kernel (gemm/gemm.cu) serves; empty where it serves none.
 
     Args:
         architecture: NVRTC's name of the GPU.
@@ -119,7 +119,7 @@ def gemm_rows(architecture: str, kinds: Collection[tuple[int, int]], units: floa
 
 
 def warpgroups(architecture: str) -> bool:
-    """Whether the warpgroup kernel runs there."""
+    """True where the warpgroup kernels run."""
     return architecture == "sm_90a"
 
 

@@ -9,6 +9,7 @@ from vllm_exl3.cuda import exllamav3_rows, runtime
 from vllm_exl3.cuda.backend import unavailable
 from vllm_exl3.cuda.binding import ELEMENTS
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants, members
 from vllm_exl3.ops.backends import Backend, register_backend
 from vllm_exl3.ops.ngram import NgramTable
 from vllm_exl3.ops.rings import ring_bits
@@ -17,7 +18,7 @@ from vllm_exl3.pack.assemble import RING_GROUP, RING_NGRAM
 
 __all__ = ["EmbeddingArgs", "embedding", "every_instance", "instance_for", "ngram", "ngram_instance", "pack_instances"]
 
-_THREADS = 128
+_THREADS = constants("decode/embedding.cu")["EMBEDDING_THREADS"]
 _WARPS = _THREADS // 32
 _INT8, _INT4, _CODED, _NGRAM = range(4)
 """``Kind`` of kernels/embedding.cu."""
@@ -27,18 +28,14 @@ _VECTOR = 8
 
 
 class EmbeddingArgs(ctypes.Structure):
-    """``EmbeddingArgs`` of kernels/embedding.cu, field by field."""
+    """``EmbeddingArgs`` of decode/embedding.cu."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("ids", "index", "table", "scales", "offsets", "out")),
-        *((name, ctypes.c_int64) for name in ("count", "rows", "first_row")),
-        *((name, ctypes.c_uint32) for name in ("width", "groups", "heads", "narrow_ids", "scale_type", "out_type")),
-    )
+    _fields_ = members("decode/embedding.cu", "EmbeddingArgs")
 
 
 def _instance(kind: int, detail: int) -> Instance:
     name = "INSTANCE_VECTOR" if kind in (_INT8, _INT4) else "INSTANCE_BITS"
-    return Instance("embedding.cu", "exl3_embedding", (("INSTANCE_KIND", str(kind)), (name, str(detail))))
+    return Instance("decode/embedding.cu", "exl3_embedding", (("INSTANCE_KIND", str(kind)), (name, str(detail))))
 
 
 def instance_for(table: torch.Tensor, groups: int, width: int) -> Instance:

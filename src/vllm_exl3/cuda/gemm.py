@@ -7,7 +7,15 @@ import torch
 from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, prefill_int8, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.gemm_plan import GEMM_TILES, INT8_GEMM_TILES, MOST_OF_TWO_KINDS, GemmCut, plan_gemm, refusal, units
+from vllm_exl3.cuda.gemm_plan import (
+    GEMM_TILES,
+    INT8_GEMM_TILES,
+    MOST_OF_TWO_KINDS,
+    GemmPartition,
+    k_blocks,
+    plan_gemm,
+    refusal,
+)
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.launch import launch_kernels
 from vllm_exl3.ops.shards import Shard
@@ -21,12 +29,12 @@ def served_rows(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool) -> 
     if refusal(shards, limits, int8=int8) is not None:
         return range(0)
     kinds = {(shard.half_bits, shard.codebook) for shard in shards}
-    rows = dispatch.gemm_rows(limits.architecture, kinds, units(shards) / limits.multiprocessors, int8=int8)
+    rows = dispatch.gemm_rows(limits.architecture, kinds, k_blocks(shards) / limits.multiprocessors, int8=int8)
     return rows if len(kinds) == 1 else range(rows.start, min(rows.stop, MOST_OF_TWO_KINDS + 1))
 
 
 def choose(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool | None:
-    """Whether this kernel serves ``rows`` tokens with int8 products; None where other kernels serve them."""
+    """True where this kernel serves ``rows`` tokens with int8, False where with fp16; None where others serve them."""
     if env.batch_invariant():
         return None
     if prefill_int8.fast(shards):
@@ -56,7 +64,7 @@ def gemm(
     shards: tuple[Shard, ...],
     out: torch.Tensor,
     *,
-    cut: GemmCut | None = None,
+    partition: GemmPartition | None = None,
     int8: bool = False,
 ) -> None:
     """``out = ((x·suh) H W H)·svh + bias`` for shards of one input width and at most 128 tokens.
@@ -69,12 +77,12 @@ def gemm(
         bias: ``[sum of crop sizes]`` or None.
         shards: at most `geometry.MAX_SHARDS`, which `gemm_plan.refusal` does not refuse.
         out: ``[M, sum of crop sizes]``, rows may be strided.
-        cut: how to divide the work; chosen by modelled time when None.
+        partition: how to divide the work; chosen by modelled time when None.
         int8: round weights and rotated inputs to int8, as `vllm_exl3.ops.int8` does.
 
     Raises:
         ValueError: the shards cannot be served so.
     """
     device = runtime.device(x.device.index)
-    plan = plan_gemm(shards, x.shape[0], x.shape[1], device.limits, cut, int8=int8)
+    plan = plan_gemm(shards, x.shape[0], x.shape[1], device.limits, partition, int8=int8)
     launch_kernels(device, plan, x, trellis, suh, svh, bias, out)

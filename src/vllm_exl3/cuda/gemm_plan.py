@@ -1,6 +1,7 @@
-"""Cuts one fused linear of up to 128 tokens into work for the GEMM kernel: instance, grid, shared memory, scratch.
+"""Partitions one fused linear of up to 128 tokens into work for the GEMM kernel: instance, grid, shared memory,
+scratch.
 
-Arithmetic on shapes, without torch or a GPU; ``kernels/gemm_schedule.cuh`` explains strips, units and ranges.
+Arithmetic on shapes, without torch or a GPU; ``kernels/gemm_schedule.cuh`` explains n tiles, k blocks and ranges.
 """
 
 import functools
@@ -8,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
     MAX_SHARDS,
+    ROW_PAD,
     Arithmetic,
     GpuLimits,
     check_shards,
@@ -18,8 +21,8 @@ from vllm_exl3.cuda.geometry import (
     shard_offsets,
 )
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs, place_shards
-from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, cut_few_rows, cut_rows
-from vllm_exl3.cuda.prefill_plan import PrefillPlan
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, plan_few_rows, plan_transform
+from vllm_exl3.cuda.prefill_plan import GemmPlan
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
@@ -28,26 +31,27 @@ __all__ = [
     "GEMM_TILES",
     "INT8_GEMM_TILES",
     "MOST_OF_TWO_KINDS",
-    "GemmCut",
-    "choose_cut",
+    "GemmPartition",
+    "choose_partition",
     "gemm_instance",
+    "k_blocks",
     "plan_gemm",
     "refusal",
-    "units",
 ]
 
 GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128), (16, 24, 32, 48, 64, 96, 128)
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
-_STRIP, _UNIT = 2 * BLOCK, BLOCK  # of gemm_schedule.cuh
-_PRODUCERS, _THREADS = 128, 512  # of gemm.cuh
-_BARRIERS, _ROW_PAD, _UNIT_ROWS = 256, 32, _UNIT // 16  # of gemm.cuh and gemm_ring.cuh
+_DEVICE = constants("gemm/gemm.cuh")
+_BLOCK_N, _BLOCK_K, _K_TILES, _BARRIERS, _THREADS = (
+    _DEVICE[f"GEMM_{name}"] for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "BARRIER_BYTES", "BLOCK_THREADS")
+)
 _MOST_STAGES, _MOST_KINDS = 12, 2
-_MOST_PARTS = 64
-"""Parts of a strip: more only add reading."""
+_MOST_SPLITS = 64
+"""Splits of an n tile: more only add reading."""
 
 _BESIDE = 1536
-"""Bytes of shared memory left for a block of gemm_rotate.cu."""
+"""Bytes of shared memory left for a block of gemm/rotate.cu."""
 
 MOST_OF_TWO_KINDS = 64
 """Tokens up to which registers hold what shards of two kinds need."""
@@ -55,62 +59,63 @@ MOST_OF_TWO_KINDS = 64
 _MOST_INT8_HALF_BITS = 8  # of ops/int8.py, which imports torch
 
 FEW_TOKENS = 48
-"""Tokens up to which a layer is cut in one way; more may be cut in another. The cut decides the order of sums, so a
-row's bits are the same in every batch on the same side of it."""
+"""Tokens up to which a layer has one partition; more may have another. It decides the order of sums, so a row's bits
+are the same in every batch on the same side of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Microseconds on an H200, for the times of seven layers of mul1 at K = 4 (docs/kernels-gpu.md).
+    """Microseconds on an H200, for the times of seven layers of mul1 at K = 4 (docs/notes/kernels-gpu.md).
 
     Attributes:
-        unit: of 128 × 256 weights on a multiprocessor.
-        equal_end: of what follows the products of an equal part of a strip.
-        list_end: of what follows the products of a range of the list.
-        part: of each part of a strip, where the list is cut.
+        k_block: of 128 × 256 weights on a multiprocessor.
+        split_end: of what follows the products of a range under split-K.
+        stream_end: the same under stream-K.
+        partial: of each range's partial sums of an n tile under stream-K.
     """
 
-    unit: float
-    equal_end: float
-    list_end: float
-    part: float
+    k_block: float
+    split_end: float
+    stream_end: float
+    partial: float
 
 
 _FEW, _MANY = _Costs(0.93, 5.0, 7.6, 0.15), _Costs(1.25, 5.0, 11.0, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
-class GemmCut:
-    """How the units of a launch are divided among thread blocks.
+class GemmPartition:
+    """How the k blocks of a launch are divided among thread blocks.
 
     Attributes:
         blocks: thread blocks.
-        equal_parts: whether every strip is cut into equal parts, one a thread block; else the list of all units is.
+        split_k: split-K: every n tile is divided into equal splits of k, one a thread block. Else stream-K: the list of
+            all k blocks is divided evenly.
     """
 
     blocks: int
-    equal_parts: bool
+    split_k: bool
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_cut(strips: int, depth: int, limits: GpuLimits, *, many: bool = False) -> GemmCut:
-    """The cut of least modelled time.
+def choose_partition(n_tiles: int, depth: int, limits: GpuLimits, *, many: bool = False) -> GemmPartition:
+    """The partition of least modelled time.
 
     Args:
-        strips: of all shards.
-        depth: units of a strip.
+        n_tiles: of all shards.
+        depth: k blocks of an n tile.
         limits: the GPU.
         many: for more than `FEW_TOKENS` tokens, whose partial sums take longer to bring together.
     """
     costs = _MANY if many else _FEW
-    blocks = min(limits.multiprocessors, strips * depth)
-    blocks = min(blocks, strips * _MOST_PARTS // 2)
-    longest = -(-strips * depth // blocks)
-    list_us = longest * costs.unit + costs.list_end + costs.part * -(-depth // longest)
-    choices = [(list_us, GemmCut(blocks, False))]
-    for parts in range(1, min(limits.multiprocessors // strips, depth, _MOST_PARTS) + 1):
-        if depth % parts == 0:
-            choices.append((depth // parts * costs.unit + costs.equal_end, GemmCut(strips * parts, True)))
+    blocks = min(limits.multiprocessors, n_tiles * depth)
+    blocks = min(blocks, n_tiles * _MOST_SPLITS // 2)
+    longest = -(-n_tiles * depth // blocks)
+    stream_us = longest * costs.k_block + costs.stream_end + costs.partial * -(-depth // longest)
+    choices = [(stream_us, GemmPartition(blocks, False))]
+    for splits in range(1, min(limits.multiprocessors // n_tiles, depth, _MOST_SPLITS) + 1):
+        if depth % splits == 0:
+            choices.append((depth // splits * costs.k_block + costs.split_end, GemmPartition(n_tiles * splits, True)))
     return min(choices, key=lambda choice: choice[0])[1]
 
 
@@ -129,16 +134,16 @@ def refusal(shards: tuple[Shard, ...], limits: GpuLimits, *, int8: bool = False)
     return None
 
 
-def units(shards: tuple[Shard, ...]) -> int:
-    """Units of a launch: 128 input channels × 256 output channels."""
-    return sum(-(-shard.out_features // _STRIP) * (shard.in_features // _UNIT) for shard in shards)
+def k_blocks(shards: tuple[Shard, ...]) -> int:
+    """K blocks of a launch: 128 input channels × 256 output channels."""
+    return sum(-(-shard.out_features // _BLOCK_N) * (shard.in_features // _BLOCK_K) for shard in shards)
 
 
 def gemm_instance(tokens: int, kinds: Sequence[tuple[int, int]], *, int8: bool = False) -> Instance:
     """The kernel for ``tokens`` tokens and shards of (half_bits, codebook) pairs."""
     arithmetic = int(Arithmetic.BYTE if int8 else Arithmetic.HALF)
     listed = ", ".join(f"GemmKind<{half_bits}, {codebook}, {arithmetic}>" for half_bits, codebook in kinds)
-    return Instance("gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+    return Instance("gemm/gemm.cu", "exl3_gemm", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
 
 
 def _tile(rows: int, kinds: int, int8: bool) -> int:
@@ -154,22 +159,24 @@ def _tile(rows: int, kinds: int, int8: bool) -> int:
     return next(tile for tile in tiles if rows <= tile)
 
 
-def _check_cut(cut: GemmCut, strips: int, depth: int) -> None:
+def _check_partition(partition: GemmPartition, n_tiles: int, depth: int) -> None:
     """Refuse a division of work that the kernel's indexing does not allow.
 
     Raises:
-        ValueError: blocks without units, strips of unequal parts, or of more than `_MOST_PARTS`.
+        ValueError: blocks without k blocks, n tiles of unequal parts, or of more than `_MOST_SPLITS`.
     """
-    parts, rest = divmod(cut.blocks, strips)
-    equal = rest == 0 and parts > 0 and depth % max(1, parts) == 0
-    if not 0 < cut.blocks <= strips * depth or (cut.equal_parts and not equal):
-        raise ValueError(f"{cut} of {strips} strips of {depth} units")
-    if -(-depth // (strips * depth // cut.blocks)) + 1 > _MOST_PARTS + 1:
-        raise ValueError(f"{cut} of {strips} strips of {depth} units: expected at most {_MOST_PARTS} parts of a strip")
+    splits, rest = divmod(partition.blocks, n_tiles)
+    equal = rest == 0 and splits > 0 and depth % max(1, splits) == 0
+    if not 0 < partition.blocks <= n_tiles * depth or (partition.split_k and not equal):
+        raise ValueError(f"{partition} of {n_tiles} n tiles of {depth} k blocks")
+    if -(-depth // (n_tiles * depth // partition.blocks)) + 1 > _MOST_SPLITS + 1:
+        raise ValueError(
+            f"{partition} of {n_tiles} n tiles of {depth} k blocks: expected at most {_MOST_SPLITS} parts of an n tile"
+        )
 
 
 def _staging(tokens: int) -> int:
-    """Shared memory that the end of a Hadamard block takes: ``gemm_staging_bytes`` of gemm_epilogue.cuh."""
+    """Shared memory that the epilogue of a Hadamard block takes: ``gemm_staging_bytes`` of gemm/epilogue.cuh."""
     staged = tokens // 4 if tokens > 112 else tokens // 2 if tokens > 80 else tokens
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + 4 * staged * (BLOCK + 4)
 
@@ -180,10 +187,10 @@ def plan_gemm(
     rows: int,
     in_width: int,
     limits: GpuLimits,
-    cut: GemmCut | None = None,
+    partition: GemmPartition | None = None,
     *,
     int8: bool = False,
-) -> PrefillPlan:
+) -> GemmPlan:
     """Cut one fused linear into a launch that rotates the input and one of the GEMM.
 
     Args:
@@ -191,7 +198,7 @@ def plan_gemm(
         rows: tokens, at most the largest of `GEMM_TILES` or `INT8_GEMM_TILES`.
         in_width: columns of the input; up to ``in_features`` the rest counts as zero.
         limits: the GPU.
-        cut: how to divide the work; None chooses by modelled time.
+        partition: how to divide the work; None chooses by modelled time.
         int8: multiply int8, for shards that `prefill_int8.weights_refusal` does not refuse.
 
     Raises:
@@ -203,46 +210,46 @@ def plan_gemm(
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
     tokens = _tile(rows, len(kinds), int8)
     in_features = shards[0].in_features
-    depth = in_features // _UNIT
+    depth = in_features // _BLOCK_K
     arguments = PrefillArgs()
-    place_shards(arguments, shards, kinds, _STRIP, complements=not int8)
-    cut = cut or choose_cut(arguments.strips, depth, limits, many=rows > FEW_TOKENS)
-    _check_cut(cut, arguments.strips, depth)
-    range_units, longer_ranges = divmod(arguments.strips * depth, cut.blocks)
+    place_shards(arguments, shards, kinds, _BLOCK_N, complements=not int8)
+    partition = partition or choose_partition(arguments.n_tiles, depth, limits, many=rows > FEW_TOKENS)
+    _check_partition(partition, arguments.n_tiles, depth)
+    range_k_blocks, longer_ranges = divmod(arguments.n_tiles * depth, partition.blocks)
 
-    transform = cut_few_rows(rows, in_features, len(shards), int8=int8)
+    transform = plan_few_rows(rows, in_features, len(shards), int8=int8)
     offset_parts = transform.cluster if transform else depth
-    transform = transform or cut_rows(rows, in_features, limits)  # refused for int8
-    activation_bytes = tokens * _UNIT * (1 if int8 else 2)
-    weight_bytes = round_up(max(_UNIT_ROWS * (2 * 8 * 16 * half_bits + _ROW_PAD) for half_bits, _ in kinds), 128)
+    transform = transform or plan_transform(rows, in_features, limits)  # refused for int8
+    activation_bytes = tokens * _BLOCK_K * (1 if int8 else 2)
+    weight_bytes = round_up(max(_K_TILES * (2 * 8 * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds), 128)
     fixed = round_up(_BARRIERS + 4 * MAX_SHARDS * tokens + 2 * _staging(tokens), 128)
     stages = min(_MOST_STAGES, (limits.shared_memory - _BESIDE - fixed) // (weight_bytes + activation_bytes))
     if stages < 2:
-        raise ValueError(f"{limits.shared_memory} bytes of shared memory hold no two units of {kinds}")
+        raise ValueError(f"{limits.shared_memory} bytes of shared memory hold no two k blocks of {kinds}")
     sizes = {
         "activations": len(shards) * depth * activation_bytes,
         "scales": 4 * len(shards) * rows,
         "offsets": 4 * len(shards) * rows * offset_parts,
-        "arrivals": 4 * arguments.strips,
-        "partials": (1 if cut.equal_parts else 2) * cut.blocks * tokens * _STRIP * 4,
+        "arrivals": 4 * arguments.n_tiles,
+        "partials": (1 if partition.split_k else 2) * partition.blocks * tokens * _BLOCK_N * 4,
     }
     scratch_parts, scratch = place_scratch(sizes)
     values = {
         "shard_count": len(shards), "rows": rows, "row_tiles": 1, "tile_rows": tokens, "in_width": in_width,
-        "in_features": in_features, "group": 1, "whole_tiles": 0, "range_units": range_units,
-        "longer_ranges": longer_ranges, "ranges": cut.blocks, "stages": stages, "weight_bytes": weight_bytes,
-        "strip_blocks": 1, "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
-        "sharing": transform.cluster, "equal_parts": int(cut.equal_parts),
+        "in_features": in_features, "group": 1, "whole_tiles": 0, "range_k_blocks": range_k_blocks,
+        "longer_ranges": longer_ranges, "ranges": partition.blocks, "stages": stages, "weight_bytes": weight_bytes,
+        "n_blocks": 1, "block_rows": transform.block_rows, "rows_in_shared": int(transform.shared > 0),
+        "cluster_size": transform.cluster, "split_k": int(partition.split_k),
         "offset_parts": offset_parts,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)
-    return PrefillPlan(
+    return GemmPlan(
         instance=gemm_instance(tokens, kinds, int8=int8),
         arguments=bytes(arguments),
         offsets=shard_offsets(shards),
-        grid=cut.blocks,
-        threads=_PRODUCERS + _THREADS,
+        grid=partition.blocks,
+        threads=_THREADS,
         shared=fixed + stages * (weight_bytes + activation_bytes),
         cluster=1,
         transform=transform,

@@ -1,7 +1,6 @@
-"""What the kernels are told: forms, launch arguments, and where a fused layer's shards lie.
+"""Forms of kernels, launch arguments that several share, and where a fused layer's shards lie.
 
-Arithmetic on shapes, without torch or a GPU; `ShardArgs` and `LinearArgs` mirror ``kernels/problem.cuh`` field by
-field.
+Arithmetic on shapes, without torch or a GPU.
 """
 
 import ctypes
@@ -12,14 +11,14 @@ from enum import IntEnum
 from typing import Any
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants, members
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
 
 __all__ = [
-    "HALF_TILES",
+    "BLOCK_K",
     "MAX_SHARDS",
     "ROW_PAD",
-    "UNIT_IN",
     "Arithmetic",
     "Codes",
     "Form",
@@ -30,17 +29,14 @@ __all__ = [
     "ShardOffsets",
     "TransformLaunch",
     "check_shards",
-    "fields",
     "place_scratch",
     "round_up",
     "shard_offsets",
 ]
 
-MAX_SHARDS = 8
-"""Shards that one launch serves."""
-
-UNIT_IN, HALF_TILES, ROW_PAD = 64, 4, 32
-"""Of problem.cuh and pipeline.cuh: input channels of a unit, tile columns of half of one, bytes after each row."""
+_SHAPES = constants("base/shapes.cuh")
+MAX_SHARDS, BLOCK_K, ROW_PAD = (_SHAPES[name] for name in ("MAX_SHARDS", "BLOCK_K", "ROW_PAD"))
+"""Shards that one launch serves; input channels of a k block; bytes after each row of weights in shared memory."""
 
 _NARROW, _SCRATCH_ALIGN = 16, 256
 
@@ -49,7 +45,7 @@ Codes = tuple[tuple[int, int], ...]
 
 
 class Arithmetic(IntEnum):
-    """What a weight is to the tensor core; ``kernels/codebook.cuh`` explains each."""
+    """The operand that a weight is on the tensor core; ``kernels/base/codebook.cuh`` explains each."""
 
     INTEGER = 0
     PAIR = 1
@@ -75,12 +71,12 @@ class Form:
 
     @property
     def wide(self) -> bool:
-        """Whether the wide kernel (sm_90a) serves it."""
+        """True where the wide kernel (sm_90a) serves it."""
         return self.tile_rows > _NARROW and not self.narrow
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         decoded = "wide" if self.wide else "half"
         return f"{'fast' if self.fast else 'identity' if self.identity else decoded}{self.tile_rows}"
 
@@ -102,7 +98,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What a plan needs to know of a GPU.
+    """A GPU, as far as plans depend on it.
 
     Attributes:
         architecture: NVRTC's name, such as ``sm_90a``.
@@ -122,12 +118,12 @@ class GpuLimits:
 
     @property
     def dependent_launch(self) -> bool:
-        """Whether kernels may start before the one ahead has finished (sm_90 and later)."""
+        """True where kernels may start before the one ahead has finished (sm_90 and later)."""
         return _capability(self.architecture) >= 90
 
     @property
     def warpgroups(self) -> bool:
-        """Whether it has wgmma."""
+        """True where it has wgmma."""
         return self.architecture == "sm_90a"
 
 
@@ -136,42 +132,18 @@ def _capability(architecture: str) -> int:
     return int("".join(filter(str.isdigit, architecture)))
 
 
-def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
-    """Entries of ``_fields_`` of one ctypes type, for a structure that mirrors a kernel's."""
-    return [(name, kind) for name in names]
-
-
 class ShardArgs(ctypes.Structure):
-    """``ShardArgs`` of problem.cuh."""
+    """``ShardArgs`` of wide/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *fields(ctypes.c_uint32, "in_features", "out_features", "crop_start", "crop_size", "out_column", "kind"),
-        *fields(ctypes.c_uint32, "half_bits", "first_unit", "first_strip", "activation_block"),
-    )
+    _fields_ = members("wide/arguments.cuh", "ShardArgs")
 
 
 class LinearArgs(ctypes.Structure):
-    """``LinearArgs`` of problem.cuh."""
+    """``LinearArgs`` of wide/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        ("shards", ShardArgs * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "counters", "partials"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "stored_rows", "in_width"),
-        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "parts", "range_units", "longer_ranges"),
-        *fields(
-            ctypes.c_uint32,
-            "total_strips",
-            "strip_tiles",
-            "partial_stride",
-            "ring_units",
-            "half_stride",
-            "activation_stride",
-        ),
-    )
+    _fields_ = members("wide/arguments.cuh", "LinearArgs", ShardArgs)
 
 
 @dataclass(frozen=True, slots=True)

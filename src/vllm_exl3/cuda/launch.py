@@ -14,19 +14,20 @@ import torch
 from vllm_exl3.cuda import runtime
 from vllm_exl3.cuda.binding import ELEMENTS, bind
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.driver import DriverError
 from vllm_exl3.cuda.geometry import LinearPlan
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
-from vllm_exl3.cuda.prefill_plan import FINISH, FINISH_SHARED, PrefillPlan
+from vllm_exl3.cuda.prefill_plan import FINISH, FINISH_SHARED, GemmPlan
 
 __all__ = ["Step", "launch_kernels", "run"]
 
-_FINISH_THREADS = 256
+_FINISH_THREADS = constants("prefill/shape.cuh")["PAIR_THREADS"]
 
 _X, _OUT, _TRELLIS, _SUH, _SVH, _BIAS, _SCRATCH, _COUNTERS, _X_STRIDE, _OUT_STRIDE = range(10)
 """Numbers of a call's values, as ``exl3_launch`` takes them."""
 
-Plan = LinearPlan | PrefillPlan
+Plan = LinearPlan | GemmPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Step:
     Attributes:
         rows: of the input and output; None: all.
         plan: the kernels and their arguments.
-        finish: the kernel that ends tiles that were cut, where the plan has one.
+        finish: the kernel that reduces split tiles, where the plan has one.
     """
 
     rows: slice | None
@@ -69,7 +70,7 @@ class Step:
         launcher = device.launcher
         if launcher is None or _clears_counters(self.plan):
             return launch_kernels(device, self.plan, x, trellis, suh, svh, bias, out, self.finish)
-        vectors = isinstance(self.plan, PrefillPlan) and self.plan.rotation is not None and _in_vectors(x)
+        vectors = isinstance(self.plan, GemmPlan) and self.plan.rotation is not None and _in_vectors(x)
         key = (device.index, x.dtype, out.dtype, None if bias is None else bias.dtype, vectors)
         program = self._programs.get(key)
         if program is None:
@@ -81,24 +82,24 @@ class Step:
 def _launches(plan: Plan, vectors: bool, finish: Instance) -> Iterator[_Launch]:
     """The kernels of a plan in their order."""
     if isinstance(plan, LinearPlan):
-        if (ahead := plan.transform) is not None:
-            yield _Launch(ahead.instance, ahead.grid, ahead.threads, ahead.shared, 1)
+        if (transform := plan.transform) is not None:
+            yield _Launch(transform.instance, transform.grid, transform.threads, transform.shared, 1)
         yield _Launch(plan.instance, plan.grid, plan.threads, plan.shared, plan.cluster)
         return
-    cut = plan.rotation if plan.rotation is not None and vectors else plan.transform
-    yield _Launch(cut.instance, cut.grid, cut.threads, cut.shared, cut.cluster)
+    ahead = plan.rotation if plan.rotation is not None and vectors else plan.transform
+    yield _Launch(ahead.instance, ahead.grid, ahead.threads, ahead.shared, ahead.cluster)
     yield _Launch(plan.instance, (plan.grid, 1), plan.threads, plan.shared, plan.cluster)
     if plan.finish is not None:
         yield _Launch(finish, plan.finish, _FINISH_THREADS, FINISH_SHARED, 1)
 
 
 def _in_vectors(x: torch.Tensor) -> bool:
-    """Whether rows are of 16-bit elements in whole vectors of 16 bytes, as prefill_rotate.cu loads them."""
+    """True where rows are of 16-bit elements in whole vectors of 16 bytes, as prefill/rotate.cu loads them."""
     return x.element_size() == 2 and x.data_ptr() % 16 == 0 and (x.stride(0) | x.shape[1]) % 8 == 0
 
 
 def _clears_counters(plan: Plan) -> bool:
-    """Whether counters lie in scratch, and no kernel ahead clears them: torch does so then."""
+    """True where counters lie in scratch, and no kernel ahead clears them: torch does so then."""
     return isinstance(plan, LinearPlan) and "counters" in plan.scratch_parts and plan.transform is None
 
 

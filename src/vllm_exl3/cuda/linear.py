@@ -12,8 +12,8 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.gemm_plan import plan_gemm
 from vllm_exl3.cuda.geometry import MAX_SHARDS, Form, GpuLimits, LinearPlan
 from vllm_exl3.cuda.launch import Step
-from vllm_exl3.cuda.narrow import MANY, plan_narrow, serves_many
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow import NARROW_32, plan_narrow, serves_narrow_32
+from vllm_exl3.cuda.narrow_partition import NarrowPartition
 from vllm_exl3.cuda.wide import plan_wide
 from vllm_exl3.ops.shards import Shard, cached_shards
 
@@ -35,7 +35,7 @@ def linear(
     shards: Sequence[int],
     *,
     form: Form | None = None,
-    cut: Cut | None = None,
+    partition: NarrowPartition | None = None,
     rotated: bool | None = None,
 ) -> torch.Tensor:
     """y = ((x·suh) H W H)·svh + bias for every shard, side by side.
@@ -48,7 +48,7 @@ def linear(
         bias: ``[sum of crop sizes]`` or None.
         shards: as `ops.shards.pack_shards` makes it.
         form: how to multiply; chosen by the dispatch table when None.
-        cut: how the narrow kernel divides the work; chosen by modelled time when None.
+        partition: how the narrow kernel divides the work; chosen by modelled time when None.
         rotated: whether a kernel before it rotates the input; chosen by modelled time when None. It changes no bit.
 
     Returns:
@@ -67,7 +67,7 @@ def linear(
     if out.shape[0] == 0:
         return out
     if len(every) <= MAX_SHARDS:
-        _linear_group(x, trellis, suh, svh, bias, every, out, form, cut, rotated)
+        _linear_group(x, trellis, suh, svh, bias, every, out, form, partition, rotated)
         return out
     column = trellis_at = suh_at = svh_at = 0
     for start in range(0, len(every), MAX_SHARDS):
@@ -82,7 +82,7 @@ def linear(
             group,
             out[:, column : column + width],
             form,
-            cut,
+            partition,
             rotated,
         )
         column += width
@@ -106,12 +106,12 @@ def _linear_group(
     shards: tuple[Shard, ...],
     out: torch.Tensor,
     form: Form | None,
-    cut: Cut | None,
+    partition: NarrowPartition | None,
     rotated: bool | None,
 ) -> None:
     device = runtime.device(x.device.index)
     settings = (env.batch_invariant(), env.PRECISION.get())
-    steps = _steps(shards, x.shape[0], x.shape[1], device.limits, settings, form, cut, rotated)
+    steps = _steps(shards, x.shape[0], x.shape[1], device.limits, settings, form, partition, rotated)
     launch.run(steps, device, x, trellis, suh, svh, bias, out)
 
 
@@ -123,7 +123,7 @@ def _steps(
     limits: GpuLimits,
     settings: tuple[bool, str],
     form: Form | None,
-    cut: Cut | None,
+    partition: NarrowPartition | None,
     rotated: bool | None,
 ) -> tuple[Step, ...]:
     """The launches that serve a call, each of some rows; cached, since eager mode looks them up in every call.
@@ -135,10 +135,10 @@ def _steps(
         limits: the GPU.
         settings: what the process's environment says of arithmetic, on which the answer depends.
         form: see `linear`.
-        cut: see `linear`.
+        partition: see `linear`.
         rotated: see `linear`.
     """
-    if form is None and cut is None:
+    if form is None and partition is None:
         if prefill_int8.serves(shards, rows, limits):
             return prefill.steps(shards, rows, in_width, limits, int8=True)
         if (int8 := gemm.choose(shards, rows, limits)) is not None:
@@ -148,11 +148,11 @@ def _steps(
     form = form or choose_form(shards, rows, limits)
     window = _window_rows(shards, in_width, form, limits)
     if window >= rows:  # a slice of everything takes as long as a launch
-        return (Step(None, plan(shards, rows, in_width, form, limits, cut, rotated)),)
+        return (Step(None, plan(shards, rows, in_width, form, limits, partition, rotated)),)
     return tuple(
         Step(
             slice(first, first + window),
-            plan(shards, min(window, rows - first), in_width, form, limits, cut, rotated),
+            plan(shards, min(window, rows - first), in_width, form, limits, partition, rotated),
         )
         for first in range(0, rows, window)
     )
@@ -163,8 +163,8 @@ def choose_form(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> Form
     fast = rows <= dispatch.FAST_TOKENS and prefill_int8.fast(shards)
     one_class = env.batch_invariant()
     form = dispatch.choose_form(_codebooks(shards), rows, limits.architecture, one_class=one_class, fast=fast)
-    many = form.wide and rows <= MANY.tile_rows and not one_class
-    return MANY if many and serves_many(shards, rows, limits) else form
+    many = form.wide and rows <= NARROW_32.tile_rows and not one_class
+    return NARROW_32 if many and serves_narrow_32(shards, rows, limits) else form
 
 
 def plan(
@@ -173,13 +173,13 @@ def plan(
     in_width: int,
     form: Form,
     limits: GpuLimits,
-    cut: Cut | None = None,
+    partition: NarrowPartition | None = None,
     rotated: bool | None = None,
 ) -> LinearPlan:
     """The launch that serves ``rows`` tokens of a fused linear in a form."""
     if form.wide:
         return plan_wide(shards, rows, in_width, form, limits)
-    return plan_narrow(shards, rows, in_width, form, limits, cut, rotated)
+    return plan_narrow(shards, rows, in_width, form, limits, partition, rotated)
 
 
 def _window_rows(shards: tuple[Shard, ...], in_width: int, form: Form, limits: GpuLimits) -> int:

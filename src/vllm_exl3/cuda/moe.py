@@ -27,8 +27,8 @@ from vllm_exl3.cuda.moe_plan import (
     GROUP_ROWS,
     ROUTE,
     ROWS,
+    SCHEDULE,
     SWIGLU_ROWS,
-    TURNS,
     MoePlan,
     plan_moe,
 )
@@ -93,7 +93,7 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
 def _arguments(
     call: MoECall, x: torch.Tensor, out: torch.Tensor, ids: torch.Tensor, local: torch.Tensor | None
 ) -> MoeArgs:
-    """What all windows of a call have in common; ``local`` is the experts' map as the kernels read it."""
+    """Arguments that all windows of a call have in common; ``local`` is the experts' map as the kernels read it."""
     filled = MoeArgs(
         table=call.table.data_ptr(),
         expert_map=0 if local is None else local.data_ptr(),
@@ -191,5 +191,5 @@ def instances(layer: Layer, limits: GpuLimits) -> list[Instance]:
     forms = moe_dispatch.every_form(layer, limits)
     gemms = [gemm_instance(layer.codes, form) for form in forms]
     gemms += [gemm_instance(layer.codes, form, alone=True) for form in forms if exact(layer.codes, form)]
-    grouped = [COUNT, ROUTE, TURNS, *GROUP_ROWS, SWIGLU_ROWS, COMBINE_ROWS] if limits.warpgroups else []
+    grouped = [COUNT, ROUTE, SCHEDULE, *GROUP_ROWS, SWIGLU_ROWS, COMBINE_ROWS] if limits.warpgroups else []
     return [ROWS, COMBINE, *grouped, *gemms]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import ROW_PAD, UNIT_IN, Arithmetic, Codes, GpuLimits
+from vllm_exl3.cuda.declarations import constants
+from vllm_exl3.cuda.geometry import BLOCK_K, ROW_PAD, Arithmetic, Codes, GpuLimits
 from vllm_exl3.cuda.moe_geometry import NARROW, Layer, MoeForm
 from vllm_exl3.pack.stored import Codebook
 
@@ -13,27 +14,28 @@ _WIDE_BLOCKS = {32: 4, 64: 3, 128: 1, 256: 1}
 """Blocks of the warpgroup kernel that a multiprocessor holds, by the size of row blocks: what registers suffice for."""
 
 _MANY_KINDS, FEW_KINDS = 7, 3
-"""Of a layer with more kinds of weights the warpgroup kernel has loops for one width of product, or for a few."""
+"""Kinds of weights above which the warpgroup kernel has loops for one width of product, and for a few."""
 
-_NARROW_THREADS, _GROUP_ROWS = 256, 8
+_DEVICE = constants("moe/cluster.cuh")
+_NARROW_THREADS, _GROUP_ROWS = 256, _DEVICE["GROUP_ROWS"]
 """Threads of a block of the kernel of mma.sync, and rows that lie together for the other."""
 
 _LIGHT_HALF_BITS = 8
 """Up to this 2·K the identities of four rows need no more than 80 registers."""
 
-_BARRIER_BYTES, _SLOTS = 512, 12
-"""Of moe_ring.cuh: bytes before the ring, slots in it at most."""
+_BARRIER_BYTES, _MOST_STAGES = _DEVICE["MOE_BARRIER_BYTES"], 12
+"""Bytes of shared memory before the pipeline, and stages of it at most."""
 
 _SHARED_MEMORY, _BLOCK_RESERVE = 227 << 10, 1 << 10
 """Shared memory of a block on the GPUs that have wgmma, and what is taken for each block besides."""
 
-_PAIR_THREADS, _FETCHERS = 256, 128
-"""Of moe_ring.cuh and moe_cluster.cuh: threads of a pair of warpgroups, and of the one that fetches."""
+_PAIR_THREADS, _PRODUCERS = _DEVICE["PAIR_THREADS"], _DEVICE["PRODUCER_THREADS"]
+"""Threads of a pair of warpgroups, and of the producer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """What depends on the GEMM's kernel.
+    """The part of a plan that depends on the GEMM's kernel.
 
     Attributes:
         threads: of a block.
@@ -63,7 +65,7 @@ def narrow_blocks(codes: Codes, form: MoeForm) -> int:
 
 
 def exact(codes: Codes, form: MoeForm) -> bool:
-    """Whether all sums are of integers, so that their order decides nothing, and few enough for twice the warps."""
+    """True where all sums are of integers, so that their order decides nothing, and few enough for twice the warps."""
     return form == MoeForm(True, 4) and all(codebook == Codebook.MUL1 for _, codebook in codes)
 
 
@@ -94,16 +96,19 @@ def gemm_instance(codes: Codes, form: MoeForm, *, alone: bool = False) -> Instan
             ("INSTANCE_KINDS", kinds),
         )
         if form.cluster > 1:
-            return Instance("moe_cluster.cu", "exl3_moe_cluster", (("INSTANCE_CLUSTER", str(form.cluster)), *macros))
-        held = (("INSTANCE_BLOCKS", str(_wide_blocks(codes, form))), ("INSTANCE_UNITS", str(_ring(codes, form)[0])))
-        return Instance("moe_wide.cu", "exl3_moe_wide", (*held, *macros))
+            return Instance("moe/cluster.cu", "exl3_moe_cluster", (("INSTANCE_CLUSTER", str(form.cluster)), *macros))
+        held = (
+            ("INSTANCE_BLOCKS", str(_wide_blocks(codes, form))),
+            ("INSTANCE_K_BLOCKS", str(_pipeline(codes, form)[0])),
+        )
+        return Instance("moe/wide.cu", "exl3_moe_wide", (*held, *macros))
     macros = (
         ("INSTANCE_TILE_ROWS", str(form.tile_rows)),
         ("INSTANCE_WARPS", "16" if alone else "8"),
         ("INSTANCE_BLOCKS", "1" if alone else str(narrow_blocks(codes, form))),
         ("INSTANCE_KINDS", kinds),
     )
-    return Instance("moe_gemm.cu", "exl3_moe_gemm", macros)
+    return Instance("moe/gemm.cu", "exl3_moe_gemm", macros)
 
 
 def _columns(form: MoeForm, kinds: int) -> tuple[int, int]:
@@ -128,18 +133,18 @@ def _wide_blocks(codes: Codes, form: MoeForm) -> int:
     return min(_WIDE_BLOCKS[form.tile_rows], fewer)
 
 
-def _ring(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
-    """Units of a slot, and the ring's fields of `MoeArgs`. Units share a slot only where three such slots fit."""
+def _pipeline(codes: Codes, form: MoeForm) -> tuple[int, dict[str, int]]:
+    """K blocks of a stage, and the pipeline's fields of `MoeArgs`: several a stage only where three such stages fit."""
     pitch = 8 * 16 * max(half_bits for half_bits, _ in codes) + ROW_PAD
-    activations = form.tile_rows * UNIT_IN * 2
+    activations = form.tile_rows * BLOCK_K * 2
     held = _wide_blocks(codes, form)
     room = (_SHARED_MEMORY + _BLOCK_RESERVE) // held - _BLOCK_RESERVE - _BARRIER_BYTES
     spare = form.tile_rows == 32 or held == 2  # registers
-    units = 2 if spare and room // (2 * (4 * pitch + activations)) >= 3 else 1
-    stride = units * (4 * pitch + activations)
-    slots = min(_SLOTS, room // stride)
-    return units, {
-        "ring_stages": slots, "ring_stride": stride, "weight_pitch": pitch, "activation_stride": activations,
+    k_blocks = 2 if spare and room // (2 * (4 * pitch + activations)) >= 3 else 1
+    stride = k_blocks * (4 * pitch + activations)
+    stages = min(_MOST_STAGES, room // stride)
+    return k_blocks, {
+        "pipeline_stages": stages, "stage_stride": stride, "weight_pitch": pitch, "activation_stride": activations,
     }  # fmt: skip
 
 
@@ -152,9 +157,9 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
     if not form.wide:
         values = {"thin_rows": form.tile_rows, "row_padding": 1, "grouped": 0}
         return Gemm(_NARROW_THREADS, 0, narrow_blocks(layer.codes, form) * limits.multiprocessors, 1, values)
-    _, ring = _ring(layer.codes, form)
+    _, ring = _pipeline(layer.codes, form)
     values = {"thin_rows": form.tile_rows // 2, "row_padding": _GROUP_ROWS, "grouped": 1, **ring}
-    threads = _PAIR_THREADS + (_FETCHERS if form.cluster > 1 else 0)
+    threads = _PAIR_THREADS + (_PRODUCERS if form.cluster > 1 else 0)
     resident = _wide_blocks(layer.codes, form) * limits.multiprocessors // form.cluster
     if resident == 0:
         raise ValueError(
@@ -162,5 +167,5 @@ def plan_gemm(layer: Layer, form: MoeForm, limits: GpuLimits) -> Gemm:
             "many share a row block. Serve on a GPU, or a part of one, that has them, or with "
             "VLLM_EXL3_MOE_KERNEL=reference and --enforce-eager."
         )
-    shared = _BARRIER_BYTES + ring["ring_stages"] * ring["ring_stride"]
+    shared = _BARRIER_BYTES + ring["pipeline_stages"] * ring["stage_stride"]
     return Gemm(threads, shared, resident, form.cluster, values)

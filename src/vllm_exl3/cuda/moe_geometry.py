@@ -1,60 +1,35 @@
-"""What the kernels of routed experts are told, and what of a layer decides which of them serve it.
+"""Launch arguments of the kernels of routed experts, and what of a layer decides which of them serve it.
 
-Without torch or a GPU; `MoeStage` and `MoeArgs` mirror ``kernels/moe_problem.cuh`` field by field.
+Without torch or a GPU.
 """
 
 import ctypes
 from dataclasses import dataclass
 
-from vllm_exl3.cuda.geometry import fields
+from vllm_exl3.cuda.declarations import enumerators, members
 from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["ACTIVATION_KINDS", "NARROW", "Layer", "MoeArgs", "MoeForm", "MoeStage"]
 
-ACTIVATION_KINDS = (
-    "swiglu",
-    "swiglu_step",
-    "situ",
-    "gelu",
-    "gelu_tanh",
-    "silu_ungated",
-    "gelu_ungated",
-    "gelu_tanh_ungated",
-    "relu2_ungated",
-)
-"""The order of ``ActivationKind`` in moe_activation.cuh."""
+ACTIVATION_KINDS = tuple(name.lower() for name in enumerators("moe/activation.cuh", "ActivationKind"))
+"""Activations, each in the place of its number."""
 
 NARROW = 16
 """Rows of a row block that the kernel of mma.sync takes at most."""
 
 
 class MoeStage(ctypes.Structure):
-    """``MoeStage`` of moe_problem.cuh."""
+    """``MoeStage`` of moe/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh", "bias", "rows", "undo", "sums", "out", "turns"),
-        *fields(ctypes.c_uint32, "first", "projections", "in_width", "in_features", "out_width", "out_features"),
-    )
+    _fields_ = members("moe/arguments.cuh", "MoeStage")
 
 
 class MoeArgs(ctypes.Structure):
-    """``MoeArgs`` of moe_problem.cuh."""
+    """``MoeArgs`` of moe/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        ("stages", MoeStage * 2),
-        *fields(ctypes.c_uint64, "table", "x", "out", "weights", "ids", "expert_map", "order", "places", "blocks"),
-        *fields(ctypes.c_uint64, "chunks", "list_sizes", "totals", "row_largest"),
-        *fields(ctypes.c_uint64, "scale_largest", "starts"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "stage", "tokens", "top_k", "slots", "experts", "mapped", "projections", "wide_ids"),
-        *fields(ctypes.c_uint32, "x_type", "out_type", "tile_rows", "thin_rows", "fat_rows"),
-        *fields(ctypes.c_uint32, "row_padding", "padded_rows", "identity", "grouped", "keep_hidden", "ring_stages"),
-        *fields(ctypes.c_uint32, "ring_stride", "weight_pitch", "activation_stride", "weight_on_input"),
-        *fields(ctypes.c_uint32, "activation"),
-        *fields(ctypes.c_float, "alpha", "beta", "limit"),
-    )
+    _fields_ = members("moe/arguments.cuh", "MoeArgs", MoeStage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +46,23 @@ class MoeForm:
 
     @property
     def wide(self) -> bool:
-        """Whether the warpgroup kernel (sm_90a) serves it."""
+        """True where the warpgroup kernel (sm_90a) serves it."""
         return self.tile_rows > NARROW
 
     @property
     def cluster(self) -> int:
-        """Thread blocks of the warpgroup kernel that share activations: more than one in moe_cluster.cuh."""
+        """Thread blocks of the warpgroup kernel that share activations: more than one in moe/cluster.cuh."""
         return 2 if self.tile_rows > 64 else 1
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"{'identity' if self.identity else 'wide' if self.wide else 'half'}{self.tile_rows}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What of a layer decides its kernels, without its tensors.
+    """A layer, as far as it decides its kernels, without its tensors.
 
     Attributes:
         kinds: (projection, 2·K, codebook) of everything that occurs.
@@ -119,5 +94,5 @@ class Layer:
 
     @property
     def mul1(self) -> bool:
-        """Whether some projection is mul1."""
+        """True where some projection is mul1."""
         return any(codebook == Codebook.MUL1 for _, codebook in self.codes)

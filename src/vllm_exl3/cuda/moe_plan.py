@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import GpuLimits, round_up
 from vllm_exl3.cuda.moe_gemm import Gemm, exact, gemm_instance, plan_gemm
 from vllm_exl3.cuda.moe_geometry import Layer, MoeForm
@@ -17,42 +18,44 @@ __all__ = [
     "GROUP_ROWS",
     "ROUTE",
     "ROWS",
+    "SCHEDULE",
     "SWIGLU_ROWS",
-    "TURNS",
     "Launch",
     "MoePlan",
     "plan_moe",
 ]
 
-ROWS = Instance("moe_rows.cu", "exl3_moe_rows")
+ROWS = Instance("moe/rows.cu", "exl3_moe_rows")
 GROUP_ROWS = tuple(
-    Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", str(stage)),)) for stage in range(2)
+    Instance("moe/group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", str(stage)),)) for stage in range(2)
 )
 """The input transforms where rows are grouped, of both stages."""
 
-SWIGLU_ROWS = Instance("moe_group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", "2"),))
+SWIGLU_ROWS = Instance("moe/group_rows.cu", "exl3_moe_group_rows", (("INSTANCE_STAGE", "2"),))
 """The second stage's of experts with SwiGLU and without biases."""
 
-COUNT = Instance("moe_route.cu", "exl3_moe_count")
-ROUTE = Instance("moe_route.cu", "exl3_moe_route")
-TURNS = Instance("moe_turns.cu", "exl3_moe_turns")
+COUNT = Instance("moe/route.cu", "exl3_moe_count")
+ROUTE = Instance("moe/route.cu", "exl3_moe_route")
+SCHEDULE = Instance("moe/schedule.cu", "exl3_moe_schedule")
 """The order of work where rows are grouped and kinds mix."""
 
-COMBINE = Instance("moe_combine.cu", "exl3_moe_combine")
-COMBINE_ROWS = Instance("moe_combine_rows.cu", "exl3_moe_combine_rows")
+COMBINE = Instance("moe/combine.cu", "exl3_moe_combine")
+COMBINE_ROWS = Instance("moe/combine_rows.cu", "exl3_moe_combine_rows")
 """The weighted sum where rows are grouped."""
 
-_ROW_THREADS, _TURN_THREADS, _COMBINE_ROWS_THREADS = 256, 1024, 128
-"""Of moe_rows.cuh, moe_turns.cu and moe_combine_rows.cu."""
+_ROW_THREADS = constants("moe/rows.cuh")["ROW_THREADS"]
+_SCHEDULE_THREADS = constants("moe/schedule.cu")["SCHEDULE_THREADS"]
+_COMBINE_ROWS_THREADS = constants("moe/combine_rows.cu")["COMBINE_ROWS_THREADS"]
 
-_COMBINE_THREADS, _COMBINE_CHANNELS = 256, 1024
-"""Of moe_combine.cu: threads of a block, and the channels that it adds up."""
+_COMBINE_THREADS = constants("moe/combine.cu")["COMBINE_THREADS"]
+_COMBINE_CHANNELS = 4 * _COMBINE_THREADS
+"""Channels that a block of moe/combine.cu adds up: four a thread."""
 
 _ROUTE_SHARED = 64 << 10
 """Bytes of shared memory that a single sorting block's counts may take: decides its warps."""
 
-_FEW_SHARED = 4 * (2 * 128 + 1)
-"""Bytes of shared memory that sorting few slots takes: of moe_route_few.cuh."""
+_FEW_SHARED = 4 * (2 * constants("moe/route_few.cuh")["FEW_SLOTS"] + 1)
+"""Bytes of shared memory that sorting few slots takes."""
 
 _ROUTE_SLOTS, _ROUTE_BLOCKS = 1024, 64
 """Slots from which on there is a sorting block for each so many, and at most how many blocks."""
@@ -61,19 +64,19 @@ _LARGEST_BLOCKS = 512
 """Blocks that find tokens' largest values, at most."""
 
 _SCALE_BYTES, _KEPT_BYTES = 3 * 2 * BLOCK, 4 * 2 * 32 * 16 + 4 * 16 * 4
-"""Of moe_group_hidden.cuh, of a chunk's 128-block: a warp's room for scales, and what is kept of what was activated."""
+"""Bytes in moe/group_hidden.cuh for a 128-block of a chunk: a warp's scales, and cached activations."""
 
 _CHUNKS_BYTES, _INPUT_BYTES = 16 * (6 * 4 + 16 * 8), 2 * (8 * 512 + 2 * 2 * BLOCK)
-"""Of moe_group_inputs.cuh: what is known of a block's next chunks; a warp's two slots for x and suh of a 128-block."""
+"""Bytes in moe/group_inputs.cuh: facts of a block's next chunks; a warp's two buffers for x and suh of a 128-block."""
 
 _EIGHT_BYTES = 4 * 32 * 16 + 2 * 8 * 4
-"""Of moe_group_swiglu.cuh: what eight rows of a 128-block keep."""
+"""Bytes in moe/group_swiglu.cuh for eight rows of a 128-block."""
 
 _HIDDEN_WARPS, _SWIGLU_WARPS = 12, 20
-"""Of moe_group_rows.cuh, RESIDENT_THREADS: warps that a multiprocessor's registers hold of either."""
+"""Warps that a multiprocessor's registers hold of either: RESIDENT_THREADS of moe/group_rows.cuh."""
 
 _COMBINE_WARPS = 32
-"""Of moe_combine_rows.cu on a multiprocessor, at least, where tokens and channels suffice: twice what one holds."""
+"""Warps of moe/combine_rows.cu for a multiprocessor, at least, where there is work: twice as many as one holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class MoePlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_moe(layer: Layer, tokens: int, form: MoeForm, fat_rows: int, limits: GpuLimits) -> MoePlan:
-    """What serves one window of tokens.
+    """The launches that serve one window of tokens.
 
     Args:
         layer: what the layer is like.
@@ -191,12 +194,12 @@ def _by_slot(
 
 
 def _route_shared(warps: int, experts: int) -> int:
-    """Bytes that route() in moe_route.cuh takes."""
+    """Bytes that route() in moe/route.cuh takes."""
     return 4 * experts * (warps + 4)
 
 
 def _sorting(layer: Layer, tokens: int, work: Work) -> tuple[list[Launch], int]:
-    """What makes the lists where rows are grouped, and how many thread blocks sort slots.
+    """The launches that make the lists where rows are grouped, and how many thread blocks sort slots.
 
     One block with as many warps as fit, or many small ones; others find the largest values of tokens and scales.
     """
@@ -211,7 +214,7 @@ def _sorting(layer: Layer, tokens: int, work: Work) -> tuple[list[Launch], int]:
     if blocks > 1:
         launches.insert(0, Launch(COUNT, (blocks, 1), 32 * warps, 4 * layer.experts))
     if work.by_kind:
-        launches.append(Launch(TURNS, (2, 1), _TURN_THREADS))
+        launches.append(Launch(SCHEDULE, (2, 1), _SCHEDULE_THREADS))
     return launches, blocks
 
 

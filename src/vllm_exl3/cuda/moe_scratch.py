@@ -2,19 +2,30 @@
 
 from dataclasses import dataclass
 
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import place_scratch, round_up
 from vllm_exl3.cuda.moe_gemm import Gemm
 from vllm_exl3.cuda.moe_geometry import Layer, MoeArgs, MoeForm
 
 __all__ = ["CHUNK_ROWS", "Scratch", "Work", "most_work", "plan_scratch"]
 
-CHUNK_ROWS = 16
-"""Of moe_problem.cuh: rows that are transformed together where rows are grouped."""
+CHUNK_ROWS = constants("moe/arguments.cuh")["CHUNK_ROWS"]
+"""Rows that are transformed together where rows are grouped."""
 
 _SUMS_BEYOND = 256
-"""Rows beyond the last whose sums moe_finish.cuh reads, and does not use."""
+"""Rows beyond the last whose sums moe/epilogue.cuh reads, and does not use."""
 
-_LISTS = ("order", "places", "blocks", "chunks", "list_sizes", "totals", "row_largest", "scale_largest", "starts")
+_LISTS = (
+    "sorted_slots",
+    "slot_positions",
+    "blocks",
+    "chunks",
+    "list_sizes",
+    "totals",
+    "row_largest",
+    "scale_largest",
+    "starts",
+)
 """Parts that both stages share, named as the fields of `MoeArgs` that point to them."""
 
 
@@ -39,17 +50,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What lies where.
+    """The layout of scratch.
 
     Attributes:
         size: bytes in all.
         parts: where each part begins.
-        fact_rows: rows that ``undo`` and ``sums`` have for each projection.
+        info_rows: rows that ``descale`` and ``sums`` have for each projection.
     """
 
     size: int
     parts: dict[str, int]
-    fact_rows: int
+    info_rows: int
 
     def place(self, arguments: MoeArgs, base: int) -> None:
         """Point the kernels' arguments to scratch at an address; fields that follow from the shapes are set before."""
@@ -58,15 +69,15 @@ class Scratch:
         before = 0
         for index, stage in enumerate(arguments.stages):
             stage.rows, stage.out = (base + self.parts[f"{name}_{index}"] for name in ("rows", "out"))
-            stage.turns = base + self.parts[f"turns_{index}"]
-            stage.undo, stage.sums = (
-                base + self.parts[name] + 4 * self.fact_rows * before for name in ("undo", "sums")
+            stage.schedule = base + self.parts[f"schedule_{index}"]
+            stage.descale, stage.sums = (
+                base + self.parts[name] + 4 * self.info_rows * before for name in ("descale", "sums")
             )
             before += stage.projections
 
 
 def most_work(layer: Layer, tokens: int, form: MoeForm, gemm: Gemm) -> Work:
-    """What there is to do at most."""
+    """The most work that a window can be."""
     slots, padding = tokens * layer.top_k, gemm.values["row_padding"]
     padded = min(slots * padding, round_up(slots + layer.experts * (padding - 1), padding))
     return Work(
@@ -92,7 +103,7 @@ def plan_scratch(
         sorters: thread blocks that sort slots.
     """
     item, rows = (2, work.padded) if form.wide else (4, work.slots)  # of outputs; in all
-    facts = 4 * (rows * layer.projections + (_SUMS_BEYOND if form.wide else 0))
+    row_infos = 4 * (rows * layer.projections + (_SUMS_BEYOND if form.wide else 0))
     first, second = stages
     inputs, outputs = (
         [stage["projections"] * count * stage[width] * size for stage in stages]
@@ -102,14 +113,14 @@ def plan_scratch(
         "rows_0": max(inputs[0], outputs[1]),
         "out_0": outputs[0],
         "rows_1": inputs[1],
-        "undo": facts,
-        "sums": facts,
-        "order": 4 * work.padded,
-        "places": 4 * work.slots,
+        "descale": row_infos,
+        "sums": row_infos,
+        "sorted_slots": 4 * work.padded,
+        "slot_positions": 4 * work.slots,
         "blocks": 16 * work.blocks,
         "chunks": 16 * work.chunks,
-        "turns_0": 16 * work.blocks * first["projections"] * work.by_kind,
-        "turns_1": 16 * work.blocks * second["projections"] * work.by_kind,
+        "schedule_0": 16 * work.blocks * first["projections"] * work.by_kind,
+        "schedule_1": 16 * work.blocks * second["projections"] * work.by_kind,
         "list_sizes": 8,
         "totals": 4 * sorters * layer.experts,
         "row_largest": 4 * tokens,

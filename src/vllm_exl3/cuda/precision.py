@@ -1,4 +1,4 @@
-"""What VLLM_EXL3_PRECISION=fast serves of a model, in words: for the report of an engine's start."""
+"""The linears of a model that VLLM_EXL3_PRECISION=fast serves, in words: for the report of an engine's start."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The linear op for many tokens: kernels rotate the input, multiply by decoded weights, and end tiles that were cut."""
+"""The linear op for many tokens: kernels rotate the input, multiply by decoded weights, and reduce split tiles."""
 
 import functools
 
@@ -7,7 +7,7 @@ import torch
 from vllm_exl3 import env
 from vllm_exl3.cuda import dispatch, runtime
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
+from vllm_exl3.cuda.geometry import BLOCK_K, GpuLimits, round_up
 from vllm_exl3.cuda.launch import Step, launch_kernels
 from vllm_exl3.cuda.prefill_input import input_instances
 from vllm_exl3.cuda.prefill_plan import (
@@ -22,12 +22,12 @@ from vllm_exl3.pack.stored import BLOCK
 
 __all__ = ["instances", "prefill", "serves", "steps", "window_rows"]
 
-_LARGE_UNITS = 80
-"""Units of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
+_LARGE_K_BLOCKS = 80
+"""K blocks of 64 inputs × 256 outputs a multiprocessor from which on a layer is large."""
 
 _FILLED, _LEAST_PART = 0.9, 8
-"""The share of multiprocessors that an even cut of a layer's k must keep busy, and the fewest units of such a part, for
-the prefill kernel to serve few tokens of it."""
+"""The share of multiprocessors that an even split of a layer's k must keep busy, and the fewest k blocks of a split,
+for the prefill kernel to serve few tokens of it."""
 
 _WINDOW_BYTES, _WINDOW_STEP = 64 << 20, 256
 """Transformed activations of one launch stay near the first; more rows are served in windows of a multiple of the
@@ -39,21 +39,21 @@ def _first_rows(shards: tuple[Shard, ...], limits: GpuLimits) -> int | None:
     """From how many tokens on the prefill kernel serves a layer; None: never."""
     if len({shard.in_features for shard in shards}) != 1:
         return None
-    strips = sum(-(-shard.out_features // (2 * BLOCK)) for shard in shards)
-    depth, multiprocessors = shards[0].in_features // UNIT_IN, limits.multiprocessors
-    fills = strips * depth >= _LARGE_UNITS * multiprocessors or _cuts_evenly(strips, depth, multiprocessors)
+    n_tiles = sum(-(-shard.out_features // (2 * BLOCK)) for shard in shards)
+    depth, multiprocessors = shards[0].in_features // BLOCK_K, limits.multiprocessors
+    fills = n_tiles * depth >= _LARGE_K_BLOCKS * multiprocessors or _splits_evenly(n_tiles, depth, multiprocessors)
     return dispatch.prefill_from(limits.architecture, fills=fills)
 
 
-def _cuts_evenly(strips: int, depth: int, multiprocessors: int) -> bool:
-    """Whether equal parts of k, none of them short, give nearly every multiprocessor one part of a tile."""
-    parts = multiprocessors // strips
+def _splits_evenly(n_tiles: int, depth: int, multiprocessors: int) -> bool:
+    """True where equal parts of k, none of them short, give nearly every multiprocessor one part of a tile."""
+    parts = multiprocessors // n_tiles
     even = parts >= 2 and depth % parts == 0 and depth >= _LEAST_PART * parts
-    return even and strips * parts >= _FILLED * multiprocessors
+    return even and n_tiles * parts >= _FILLED * multiprocessors
 
 
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
-    """Whether the prefill kernel is the one for ``rows`` tokens of a fused linear."""
+    """True where the prefill kernel is the one for ``rows`` tokens of a fused linear."""
     first = _first_rows(shards, limits)
     return first is not None and rows >= first and not env.batch_invariant()
 
@@ -104,7 +104,7 @@ def prefill(
         shards: at most `geometry.MAX_SHARDS`.
         out: ``[M, sum of crop sizes]``, rows may be strided.
         tokens: tokens of a tile; chosen by cost when None.
-        ranges: how finely what does not fill the GPU is cut; chosen by cost when None.
+        ranges: how finely what does not fill the GPU is split; chosen by cost when None.
         limits: of the GPU, where they should be others than the device's own.
         int8: round weights and rotated inputs, of shards that `prefill_int8.refusal` does not refuse.
     """

@@ -1,9 +1,9 @@
-"""What the prefill kernels are told: structures that mirror ``kernels/prefill_problem.cuh`` field by field."""
+"""Launch arguments of the prefill kernels and of the GEMM."""
 
 import ctypes
 from collections.abc import Sequence
 
-from vllm_exl3.cuda.geometry import MAX_SHARDS, fields
+from vllm_exl3.cuda.declarations import members
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
 
@@ -11,51 +11,37 @@ __all__ = ["PrefillArgs", "PrefillShard", "place_shards"]
 
 
 class PrefillShard(ctypes.Structure):
-    """``PrefillShard`` of prefill_problem.cuh."""
+    """``PrefillShard`` of prefill/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        *fields(ctypes.c_uint64, "trellis", "suh", "svh"),
-        *fields(ctypes.c_uint32, "out_features", "crop_start", "crop_size", "out_column", "kind", "half_bits"),
-        *fields(ctypes.c_uint32, "first_strip", "complements"),
-    )
+    _fields_ = members("prefill/arguments.cuh", "PrefillShard")
 
 
 class PrefillArgs(ctypes.Structure):
-    """``PrefillArgs`` of prefill_problem.cuh."""
+    """``PrefillArgs`` of prefill/arguments.cuh."""
 
     __slots__ = ()
-    _fields_ = (
-        ("shards", PrefillShard * MAX_SHARDS),
-        *fields(ctypes.c_uint64, "x", "out", "bias", "activations", "scales", "offsets", "partials", "arrivals"),
-        *fields(ctypes.c_int64, "x_stride", "out_stride"),
-        *fields(ctypes.c_uint32, "shard_count", "rows", "row_tiles", "tile_rows", "in_width", "in_features"),
-        *fields(ctypes.c_uint32, "x_type", "out_type", "bias_type", "strips", "group", "whole_tiles"),
-        *fields(ctypes.c_uint32, "range_units", "longer_ranges", "ranges", "stages", "weight_bytes"),
-        *fields(
-            ctypes.c_uint32, "strip_blocks", "block_rows", "holds", "sharing", "equal_parts", "offset_parts", "padding"
-        ),
-    )
+    _fields_ = members("prefill/arguments.cuh", "PrefillArgs", PrefillShard)
 
 
 def place_shards(
     arguments: PrefillArgs,
     shards: Sequence[Shard],
     kinds: Sequence[tuple[int, int]],
-    strip: int,
+    n_tile: int,
     *,
     complements: bool = False,
 ) -> None:
-    """Fill in the arguments of a launch's shards, and how many strips they have.
+    """Fill in the arguments of a launch's shards, and how many n tiles they have.
 
     Args:
         arguments: of the launch.
         shards: of one fused linear.
         kinds: (half_bits, codebook) of its kernel's instance.
-        strip: output channels of a strip.
-        complements: whether activations of mul1 shards are stored for byte sums (codebook.cuh).
+        n_tile: output channels of an n tile.
+        complements: whether activations of mul1 shards are stored for byte sums (base/codebook.cuh).
     """
-    strips = column = 0
+    n_tiles = column = 0
     for index, shard in enumerate(shards):
         arguments.shards[index] = PrefillShard(
             out_features=shard.out_features,
@@ -64,9 +50,9 @@ def place_shards(
             out_column=column,
             kind=kinds.index((shard.half_bits, shard.codebook)),
             half_bits=shard.half_bits,
-            first_strip=strips,
+            first_n_tile=n_tiles,
             complements=int(complements and shard.codebook == Codebook.MUL1),
         )
-        strips += -(-shard.out_features // strip)
+        n_tiles += -(-shard.out_features // n_tile)
         column += shard.crop_size
-    arguments.strips = strips
+    arguments.n_tiles = n_tiles

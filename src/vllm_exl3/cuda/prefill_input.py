@@ -4,64 +4,69 @@ import functools
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
-from vllm_exl3.cuda.geometry import UNIT_IN, GpuLimits, round_up
+from vllm_exl3.cuda.declarations import constants
+from vllm_exl3.cuda.geometry import BLOCK_K, GpuLimits, round_up
 from vllm_exl3.pack.stored import BLOCK
 
 __all__ = [
-    "FEW",
     "MOST_FEW_IN",
     "MOST_INT8_IN",
     "QUANTIZE",
     "ROTATE",
+    "ROTATE_FEW",
     "TRANSFORM",
-    "InputCut",
-    "cut_few_rows",
-    "cut_int8_rows",
-    "cut_rotated_rows",
-    "cut_rows",
+    "InputLaunch",
     "input_instances",
+    "plan_few_rows",
+    "plan_quantize",
+    "plan_rotate",
+    "plan_transform",
 ]
 
-TRANSFORM = Instance("prefill_transform.cu", "exl3_prefill_transform")
+TRANSFORM = Instance("prefill/transform.cu", "exl3_prefill_transform")
 """The kernel that rotates inputs of any dtype and alignment, for every tile."""
 
 ROTATE = {
     warps: Instance(
-        "prefill_rotate.cu", "exl3_prefill_rotate", (("ROTATE_WARPS", str(warps)), ("ROTATE_BLOCKS", str(16 // warps)))
+        "prefill/rotate.cu", "exl3_prefill_rotate", (("ROTATE_WARPS", str(warps)), ("ROTATE_BLOCKS", str(16 // warps)))
     )
     for warps in (8, 16)
 }
 """The kernel that rotates 16-bit inputs on Hopper's tensor cores, for every tile, by warps of a block."""
 
-FEW = {
+ROTATE_FEW = {
     (transforms, int8): Instance(
-        "gemm_rotate.cu",
+        "gemm/rotate.cu",
         "exl3_gemm_rotate",
         (("INSTANCE_TRANSFORMS", str(transforms)), ("INSTANCE_BYTES", str(int(int8)))),
     )
     for transforms in (1, 2, 4)
     for int8 in (False, True)
 }
-"""The kernel that rotates inputs of any dtype for gemm.cu, by 128-blocks of a warp and whether it rounds to int8."""
+"""The kernel that rotates inputs of any dtype for the GEMM, by 128-blocks of a warp and whether it rounds to int8."""
 
-QUANTIZE = Instance("prefill_quantize.cu", "exl3_prefill_quantize")
+QUANTIZE = Instance("prefill/quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
 
-_MOST_ROWS, _MOST_THREADS, _PART = 16, 512, 32  # of prefill_transform.cu
-_ROTATED_ROWS, _MOST_SHARING, _QUEUED, _LARGEST_BYTES = 8, 8, 2, 128  # of prefill_rotate.cu
-_UNIT_PITCH, _WARP = 2 * UNIT_IN + 16, 32
+_TRANSFORM, _ROTATE, _QUANTIZE = map(constants, ("prefill/transform.cu", "prefill/rotate.cu", "prefill/quantize.cu"))
+_MOST_ROWS, _MOST_THREADS, _PART = (_TRANSFORM[name] for name in ("MOST_ROWS", "MOST_THREADS", "PART"))
+_ROTATED_ROWS, _QUEUED = _ROTATE["ROWS"], _ROTATE["QUEUED"]
+_LARGEST_BYTES = _ROTATE["LARGEST_BYTES"] + _ROTATE["ARRIVED_BYTES"]
+"""Shared memory of prefill/rotate.cu before its queues."""
+_MOST_CLUSTER = 8
+_BLOCK_K_PITCH, _WARP = 2 * BLOCK_K + 16, 32
 _HELD_BYTES, _RESERVED = 75000, 2048
 """Shared memory of a block for rows, so little that some blocks load while others rotate; and of a block besides."""
 
-_MOST_INT8_THREADS, _MOST_INT8_ROWS = 512, 4  # of a block of prefill_quantize.cu; a thread has a unit of a row
+_MOST_INT8_THREADS, _MOST_INT8_ROWS = _QUANTIZE["MOST_THREADS"], _QUANTIZE["MOST_ROWS"]
 _INT8_THREADS = 256
 """Threads of such a block where rows are short enough to choose: several blocks share a multiprocessor."""
-MOST_INT8_IN = _MOST_INT8_THREADS * UNIT_IN
-"""Input channels up to which a block of prefill_quantize.cu has room for a row."""
+MOST_INT8_IN = _MOST_INT8_THREADS * BLOCK_K
+"""Input channels up to which a block of prefill/quantize.cu has room for a row."""
 
 
 @dataclass(frozen=True, slots=True)
-class InputCut:
+class InputLaunch:
     """The launch of the kernel that rotates inputs.
 
     Attributes:
@@ -83,13 +88,13 @@ class InputCut:
 
 
 def _held_bytes(block_rows: int, in_features: int) -> int:
-    """Bytes of shared memory that rows take, padded as in prefill_transform.cu."""
-    pitch = in_features // UNIT_IN * _UNIT_PITCH // 128 * 128 + 128 + (64 if block_rows == 2 else 32)
+    """Bytes of shared memory that rows take, padded as in prefill/transform.cu."""
+    pitch = in_features // BLOCK_K * _BLOCK_K_PITCH // 128 * 128 + 128 + (64 if block_rows == 2 else 32)
     return block_rows * pitch
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
+def plan_transform(rows: int, in_features: int, limits: GpuLimits) -> InputLaunch:
     """Divide ``rows`` rows of ``in_features`` channels among the blocks of `TRANSFORM`.
 
     More rows a block make longer runs of stores, 16 bytes a row; fewer make enough blocks for every multiprocessor.
@@ -103,24 +108,24 @@ def cut_rows(rows: int, in_features: int, limits: GpuLimits) -> InputCut:
         block_rows = 1
     parts = block_rows * in_features // _PART
     threads = round_up(-(-parts // -(-parts // _MOST_THREADS)), max(_WARP, BLOCK // _PART * block_rows))
-    held = _held_bytes(block_rows, in_features) + in_features // UNIT_IN * _UNIT_PITCH  # suh lies behind the rows
-    return InputCut(TRANSFORM, block_rows, (-(-rows // block_rows), 1), threads, held if held <= room else 0)
+    held = _held_bytes(block_rows, in_features) + in_features // BLOCK_K * _BLOCK_K_PITCH  # suh lies behind the rows
+    return InputLaunch(TRANSFORM, block_rows, (-(-rows // block_rows), 1), threads, held if held <= room else 0)
 
 
-def _sharing(groups: int, in_blocks: int, warps: int, limits: GpuLimits) -> int:
+def _cluster_size(groups: int, in_blocks: int, warps: int, limits: GpuLimits) -> int:
     """How many blocks share each group of rows: as many as run at once, while every warp has a 128-block."""
-    fitting, sharing = dict(limits.clusters), 1
-    while sharing < _MOST_SHARING and 2 * sharing * warps <= max(warps, in_blocks):
-        most = fitting.get(2 * sharing, limits.multiprocessors // (2 * sharing))
+    fitting, cluster_size = dict(limits.clusters), 1
+    while cluster_size < _MOST_CLUSTER and 2 * cluster_size * warps <= max(warps, in_blocks):
+        most = fitting.get(2 * cluster_size, limits.multiprocessors // (2 * cluster_size))
         # Two blocks of 8 warps run on a multiprocessor, but clusters of 4 and 8 were slower where they must do so.
-        if groups > most * (16 // warps if sharing == 1 else 1):
+        if groups > most * (16 // warps if cluster_size == 1 else 1):
             break
-        sharing *= 2
-    return sharing
+        cluster_size *= 2
+    return cluster_size
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits, shards: int = 1) -> InputCut:
+def plan_rotate(rows: int, in_features: int, limits: GpuLimits, shards: int = 1) -> InputLaunch:
     """Divide ``rows`` rows of ``in_features`` channels among the blocks of `ROTATE`, which have a shard each.
 
     Blocks of 8 warps, but where two of them share rows and come to two thirds of the multiprocessors or more: 16 warps
@@ -128,31 +133,33 @@ def cut_rotated_rows(rows: int, in_features: int, limits: GpuLimits, shards: int
     14336 channels; each was faster where it is chosen, or both were equal.
     """
     groups, in_blocks, warps = -(-rows // _ROTATED_ROWS), in_features // BLOCK, 8
-    sharing = _sharing(groups * shards, in_blocks, warps, limits)
-    if sharing == 2 and 3 * groups * shards >= limits.multiprocessors:
-        warps, sharing = 16, _sharing(groups * shards, in_blocks, 16, limits)
+    cluster_size = _cluster_size(groups * shards, in_blocks, warps, limits)
+    if cluster_size == 2 and 3 * groups * shards >= limits.multiprocessors:
+        warps, cluster_size = 16, _cluster_size(groups * shards, in_blocks, 16, limits)
     shared = _LARGEST_BYTES + 2 * BLOCK * _ROTATED_ROWS * (1 + _QUEUED * warps)
-    return InputCut(ROTATE[warps], _ROTATED_ROWS, (groups * sharing, shards), _WARP * warps, shared, sharing)
+    return InputLaunch(
+        ROTATE[warps], _ROTATED_ROWS, (groups * cluster_size, shards), _WARP * warps, shared, cluster_size
+    )
 
 
-_FEW_WARPS, _FEW_SHARING, _FEW_TRANSFORMS = 8, (1, 2, 4, 8), (1, 2, 4)
-MOST_FEW_IN = _FEW_WARPS * _FEW_SHARING[-1] * _FEW_TRANSFORMS[-1] * BLOCK
-"""Input channels up to which a cluster of gemm_rotate.cu holds a row."""
+_FEW_WARPS, _FEW_CLUSTERS, _FEW_TRANSFORMS = 8, (1, 2, 4, 8), (1, 2, 4)
+MOST_FEW_IN = _FEW_WARPS * _FEW_CLUSTERS[-1] * _FEW_TRANSFORMS[-1] * BLOCK
+"""Input channels up to which a cluster of gemm/rotate.cu holds a row."""
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = False) -> InputCut | None:
-    """Divide few rows among the clusters of `FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
+def plan_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = False) -> InputLaunch | None:
+    """Divide few rows among the clusters of `ROTATE_FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
 
     A warp has one 128-block where a cluster may have so many blocks: what counts is how long the last block takes
-    (docs/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
+    (docs/notes/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
     """
     if in_features > MOST_FEW_IN:
         return None
-    needed = {sharing: -(-in_features // BLOCK // (_FEW_WARPS * sharing)) for sharing in _FEW_SHARING}
-    sharing = next((few for few in _FEW_SHARING if needed[few] <= 1), _FEW_SHARING[-1])
-    transforms = next(count for count in _FEW_TRANSFORMS if count >= needed[sharing])
-    return InputCut(FEW[transforms, int8], 1, (rows * sharing, shards), 32 * _FEW_WARPS, 0, sharing)
+    needed = {cluster_size: -(-in_features // BLOCK // (_FEW_WARPS * cluster_size)) for cluster_size in _FEW_CLUSTERS}
+    cluster_size = next((few for few in _FEW_CLUSTERS if needed[few] <= 1), _FEW_CLUSTERS[-1])
+    transforms = next(count for count in _FEW_TRANSFORMS if count >= needed[cluster_size])
+    return InputLaunch(ROTATE_FEW[transforms, int8], 1, (rows * cluster_size, shards), 32 * _FEW_WARPS, 0, cluster_size)
 
 
 def input_instances(limits: GpuLimits) -> list[Instance]:
@@ -161,14 +168,14 @@ def input_instances(limits: GpuLimits) -> list[Instance]:
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_int8_rows(rows: int, in_features: int, shards: int) -> InputCut:
+def plan_quantize(rows: int, in_features: int, shards: int) -> InputLaunch:
     """Divide ``rows`` rows of ``in_features`` channels, at most `MOST_INT8_IN`, among the blocks of `QUANTIZE`.
 
     More rows a block make longer runs of stores, 16 bytes a row.
     """
     block_rows = _MOST_INT8_ROWS
-    while block_rows > 1 and block_rows * in_features // UNIT_IN > _INT8_THREADS:
+    while block_rows > 1 and block_rows * in_features // BLOCK_K > _INT8_THREADS:
         block_rows //= 2
-    threads = round_up(block_rows * in_features // UNIT_IN, _WARP)
+    threads = round_up(block_rows * in_features // BLOCK_K, _WARP)
     held = _held_bytes(block_rows, in_features)
-    return InputCut(QUANTIZE, block_rows, (-(-rows // block_rows), shards), threads, held)
+    return InputLaunch(QUANTIZE, block_rows, (-(-rows // block_rows), shards), threads, held)

@@ -1,6 +1,6 @@
 """The fast mode of the linear op for many tokens: int8 products of mul1 weights, asked for by VLLM_EXL3_PRECISION.
 
-Two launches, or three: one rotates the input and rounds it to int8, one decodes, multiplies and ends tiles, and where
+Two launches, or three: one rotates the input and rounds it to int8, one decodes, multiplies and stores tiles, and where
 several clusters have parts of a tile a last one adds them up.
 `vllm_exl3.ops.int8` is the same arithmetic in plain PyTorch; docs/fast-mode.md says what it costs.
 """
@@ -13,7 +13,7 @@ from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill import prefill
 from vllm_exl3.cuda.prefill_input import MOST_INT8_IN, QUANTIZE
-from vllm_exl3.cuda.prefill_plan import INT8_FINISH, INT8_TILES, PrefillPlan, plan_prefill
+from vllm_exl3.cuda.prefill_plan import INT8_FINISH, INT8_TILES, GemmPlan, plan_prefill
 from vllm_exl3.ops.int8 import MOST_HALF_BITS
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import Codebook
@@ -54,7 +54,7 @@ def refusal(shards: tuple[Shard, ...], limits: GpuLimits) -> str | None:
 
 
 def serves(shards: tuple[Shard, ...], rows: int, limits: GpuLimits) -> bool:
-    """Whether int8 products are wanted for ``rows`` tokens of a fused linear, and served."""
+    """True where int8 products are wanted for ``rows`` tokens of a fused linear, and served."""
     return rows >= LEAST_ROWS and env.PRECISION.get() == "fast" and refusal(shards, limits) is None
 
 
@@ -65,7 +65,7 @@ def plan(
     limits: GpuLimits,
     tokens: int | None = None,
     ranges: int | None = None,
-) -> PrefillPlan:
+) -> GemmPlan:
     """The launch that serves ``rows`` tokens; arguments as `plan_prefill` takes them."""
     return plan_prefill(shards, rows, in_width, limits, tokens, ranges, int8=True)
 
@@ -101,7 +101,7 @@ def prefill_int8(
         shards: at most `geometry.MAX_SHARDS`, which `refusal` does not refuse.
         out: ``[M, sum of crop sizes]``, rows may be strided.
         tokens: tokens of a tile; chosen by cost when None.
-        ranges: how finely what does not fill the GPU is cut; chosen by cost when None.
+        ranges: how finely what does not fill the GPU is split; chosen by cost when None.
 
     Raises:
         ValueError: the shards cannot be served so.

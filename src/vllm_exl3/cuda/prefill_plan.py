@@ -1,6 +1,8 @@
-"""Cuts one fused linear with many tokens into work for the prefill kernel: instance, grid, shared memory, scratch.
+"""Partitions one fused linear with many tokens into work for the prefill kernel: instance, grid, shared memory,
+scratch.
 
-Arithmetic on shapes, without torch or a GPU; ``kernels/prefill_problem.cuh`` explains tiles, strips, units and ranges.
+Arithmetic on shapes, without torch or a GPU; ``kernels/prefill_problem.cuh`` explains tiles, n tiles, k blocks and
+ranges.
 """
 
 import functools
@@ -8,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_exl3.cuda.compiler import Instance
+from vllm_exl3.cuda.declarations import constants
 from vllm_exl3.cuda.geometry import (
-    UNIT_IN,
+    BLOCK_K,
+    ROW_PAD,
     GpuLimits,
     ShardOffsets,
     check_shards,
@@ -18,8 +22,8 @@ from vllm_exl3.cuda.geometry import (
     shard_offsets,
 )
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs, PrefillShard, place_shards
-from vllm_exl3.cuda.prefill_cut import Cut, cut
-from vllm_exl3.cuda.prefill_input import InputCut, cut_int8_rows, cut_rotated_rows, cut_rows
+from vllm_exl3.cuda.prefill_input import InputLaunch, plan_quantize, plan_rotate, plan_transform
+from vllm_exl3.cuda.prefill_partition import PrefillPartition, choose_partition
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK
 
@@ -29,12 +33,12 @@ __all__ = [
     "INT8_FINISH",
     "MMA_TILES",
     "TILES",
-    "Cut",
+    "GemmPlan",
     "PrefillArgs",
-    "PrefillPlan",
+    "PrefillPartition",
     "PrefillShard",
+    "choose_partition",
     "choose_tile",
-    "cut",
     "kernel",
     "plan_prefill",
 ]
@@ -49,21 +53,22 @@ INT8_TILES = (192, 256)
 """The same for int8: fewer tokens leave the tensor cores waiting for weights to be decoded."""
 
 FINISH, INT8_FINISH = (
-    Instance("prefill_finish.cu", "exl3_prefill_finish", (("INSTANCE_PARTS", parts),))
-    for parts in ("HalfParts", "IntParts")
+    Instance("prefill/reduce.cu", "exl3_prefill_finish", (("INSTANCE_PARTIALS", parts),))
+    for parts in ("HalfPartials", "IntPartials")
 )
-"""The kernels that end tiles of which several clusters have parts: of fp16 products, and of int8 ones."""
+"""The kernels that reduce split tiles: of fp16 products, and of int8 ones."""
 
-_PAIR_THREADS, _BARRIERS, _WEIGHT_PAD = 256, 512, 32
-_INT8_PITCH = 2 * BLOCK + 16  # of prefill_int8_end.cuh
-_FINISHED_TOKENS = 64  # of a block of prefill_finish.cu
-_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a sum that a part of a tile leaves: prefill_sums.cuh
+_DEVICE = constants("prefill/shape.cuh")
+_PAIR_THREADS, _BARRIERS = _DEVICE["PAIR_THREADS"], _DEVICE["BARRIER_BYTES"]
+_INT8_PITCH = 2 * BLOCK + 16  # of prefill/epilogue_int8.cuh
+_FINISHED_TOKENS = 64  # of a block of prefill/reduce.cu
+_SUM_BYTES, _INT8_SUM_BYTES = 2, 4  # of a partial sum: prefill/partials.cuh
 _ACTIVATIONS_IN_L2 = 24 << 20
 _RESERVED = 1024  # bytes of shared memory that every block takes besides
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlan:
+class GemmPlan:
     """The launches of one linear, all but the pointers.
 
     Attributes:
@@ -76,7 +81,7 @@ class PrefillPlan:
         cluster: blocks of a thread block cluster.
         transform: the launch of the kernel that rotates inputs.
         rotation: the same on tensor cores, for 16-bit inputs in aligned vectors; None where there is none.
-        finish: blocks in x and y of the kernel that ends cut tiles; None where no tile is cut, or the GEMM ends them.
+        finish: blocks in x and y of the kernel that reduces split tiles; None where none is split, or the GEMM does it.
         scratch: bytes of scratch.
         scratch_parts: where its parts begin.
     """
@@ -88,8 +93,8 @@ class PrefillPlan:
     threads: int
     shared: int
     cluster: int
-    transform: InputCut
-    rotation: InputCut | None
+    transform: InputLaunch
+    rotation: InputLaunch | None
     finish: tuple[int, int] | None
     scratch: int
     scratch_parts: dict[str, int]
@@ -100,30 +105,30 @@ class _Kernel:
     """One of the two kernels with one tile.
 
     Attributes:
-        source: its file, without the ending; the entry is called the same.
-        strip: Hadamard blocks of a strip.
+        source: its entry is ``exl3_`` and this, its file ends so.
+        n_blocks: Hadamard blocks of an n tile.
         pairs: of them, those of one thread block; the others are in other blocks of its cluster.
         producers: threads that copy and do not multiply.
-        stages: units that the ring holds at most.
+        stages: k blocks that the ring holds at most.
         resident: thread blocks on a multiprocessor.
     """
 
     source: str
-    strip: int
+    n_blocks: int
     pairs: int
     producers: int
     stages: int
     resident: int
 
     @property
-    def ends(self) -> bool:
-        """Whether it can end cut tiles itself: prefill_parts.cuh."""
+    def reduces(self) -> bool:
+        """True where it reduces split tiles itself: prefill/reduction.cuh."""
         return self.pairs > 1
 
     @property
     def cluster(self) -> int:
         """Thread blocks of a cluster."""
-        return self.strip // self.pairs
+        return self.n_blocks // self.pairs
 
     def clusters(self, limits: GpuLimits) -> int:
         """How many clusters run at once.
@@ -143,7 +148,7 @@ class _Kernel:
 
 
 def _staging(tokens: int) -> int:
-    """Shared memory that the ends of a Hadamard block's tiles take: prefill_tile.cuh, prefill_outputs.cuh."""
+    """Shared memory that the epilogue of a Hadamard block takes: prefill/shape.cuh, prefill/epilogue_mma.cuh."""
     outputs = 64 * 64 * 2 + (tokens + 1) * BLOCK * 2 if tokens > 128 else 64 * (BLOCK + 4) * 4
     return BLOCK * 4 + 256 * 4 + BLOCK * 2 + outputs
 
@@ -163,13 +168,13 @@ _TWO_BLOCKS = 160000
 """Shared memory of a multiprocessor from which on two blocks of the kernel with mma.sync fit."""
 
 
-def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits, *, int8: bool = False) -> int:
+def choose_tile(rows: int, n_tiles: int, depth: int, limits: GpuLimits, *, int8: bool = False) -> int:
     """The tile that is estimated to take the least time."""
 
     def cost(tokens: int) -> float:
-        tiles = strips * -(-rows // tokens)
+        tiles = n_tiles * -(-rows // tokens)
         used = kernel(tokens, limits)
-        return cut(tiles, depth, tokens, used.clusters(limits), int8=int8, ends=used.ends).cost
+        return choose_partition(tiles, depth, tokens, used.clusters(limits), int8=int8, reduces=used.reduces).cost
 
     tiles = INT8_TILES if int8 else TILES if limits.warpgroups else MMA_TILES
     return min((tokens for tokens in tiles if tokens < max(2 * rows, tiles[0] + 1)), key=cost)
@@ -178,7 +183,10 @@ def choose_tile(rows: int, strips: int, depth: int, limits: GpuLimits, *, int8: 
 def prefill_instance(source: str, tokens: int, kinds: Sequence[tuple[int, int]]) -> Instance:
     """The GEMM for (half_bits, codebook) pairs."""
     listed = ", ".join(f"PrefillKind<{half_bits}, {codebook}>" for half_bits, codebook in kinds)
-    return Instance(f"{source}.cu", f"exl3_{source}", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed)))
+    file = source.removeprefix("prefill_")
+    return Instance(
+        f"prefill/{file}.cu", f"exl3_{source}", (("INSTANCE_TOKENS", str(tokens)), ("INSTANCE_KINDS", listed))
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,7 +199,7 @@ def plan_prefill(
     ranges: int | None = None,
     *,
     int8: bool = False,
-) -> PrefillPlan:
+) -> GemmPlan:
     """Cut one fused linear into work for the prefill kernels.
 
     Args:
@@ -200,7 +208,7 @@ def plan_prefill(
         in_width: columns of the input; up to ``in_features`` the rest counts as zero.
         limits: the GPU.
         tokens: tokens of a tile, one of `TILES`; None chooses by cost.
-        ranges: ranges that the tiles beyond full rounds are cut into; None chooses by cost.
+        ranges: ranges that the tiles beyond full rounds are split into; None chooses by cost.
         int8: for the kernel that multiplies int8, whose activations take half the bytes.
 
     Raises:
@@ -210,28 +218,30 @@ def plan_prefill(
     if len({shard.in_features for shard in shards}) != 1:
         raise ValueError(f"shards of {[shard.in_features for shard in shards]} inputs, expected one width")
     kinds = sorted({(shard.half_bits, shard.codebook) for shard in shards})
-    depth = shards[0].in_features // UNIT_IN
+    depth = shards[0].in_features // BLOCK_K
     arguments = PrefillArgs()
-    place_shards(arguments, shards, kinds, kernel(64, limits).strip * BLOCK)
-    tokens = tokens or choose_tile(rows, arguments.strips, depth, limits, int8=int8)
+    place_shards(arguments, shards, kinds, kernel(64, limits).n_blocks * BLOCK)
+    tokens = tokens or choose_tile(rows, arguments.n_tiles, depth, limits, int8=int8)
     chosen_kernel = kernel(tokens, limits)
     row_tiles = -(-rows // tokens)
-    clusters, tiles = chosen_kernel.clusters(limits), arguments.strips * row_tiles
-    chosen = cut(tiles, depth, tokens, clusters, int8=int8, ends=chosen_kernel.ends)
+    clusters, tiles = chosen_kernel.clusters(limits), arguments.n_tiles * row_tiles
+    chosen = choose_partition(tiles, depth, tokens, clusters, int8=int8, reduces=chosen_kernel.reduces)
     if ranges is not None:
         whole = tiles if ranges == 0 else tiles - tiles % clusters
-        chosen = Cut(min(clusters, max(whole, ranges)), whole, ranges, chosen.cost, chosen_kernel.ends and ranges > 0)
-    range_units, longer_ranges = (
+        chosen = PrefillPartition(
+            min(clusters, max(whole, ranges)), whole, ranges, chosen.cost, chosen_kernel.reduces and ranges > 0
+        )
+    range_k_blocks, longer_ranges = (
         divmod((tiles - chosen.whole_tiles) * depth, chosen.ranges) if chosen.ranges else (0, 0)
     )
 
-    finish = (tiles - chosen.whole_tiles) * chosen_kernel.strip, -(-tokens // _FINISHED_TOKENS)
+    finish = (tiles - chosen.whole_tiles) * chosen_kernel.n_blocks, -(-tokens // _FINISHED_TOKENS)
     in_features = shards[0].in_features
-    transform = cut_int8_rows(rows, in_features, len(shards)) if int8 else cut_rows(rows, in_features, limits)
-    rotation = cut_rotated_rows(rows, in_features, limits, len(shards)) if limits.warpgroups and not int8 else None
+    transform = plan_quantize(rows, in_features, len(shards)) if int8 else plan_transform(rows, in_features, limits)
+    rotation = plan_rotate(rows, in_features, limits, len(shards)) if limits.warpgroups and not int8 else None
     pairs = chosen_kernel.pairs
-    activation_bytes = tokens * UNIT_IN * (1 if int8 else 2)
-    weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + _WEIGHT_PAD) for half_bits, _ in kinds), 128)
+    activation_bytes = tokens * BLOCK_K * (1 if int8 else 2)
+    weight_bytes = round_up(max(4 * (pairs * 8 * 16 * half_bits + ROW_PAD) for half_bits, _ in kinds), 128)
     fixed = _BARRIERS + (tokens * _INT8_PITCH if int8 else pairs * _staging(tokens))
     room = limits.shared_memory // chosen_kernel.resident - _RESERVED * (chosen_kernel.resident - 1)
     stages = min(chosen_kernel.stages, (room - fixed) // (weight_bytes + activation_bytes))
@@ -241,25 +251,25 @@ def plan_prefill(
         "scales": 4 * len(shards) * rows,
         "partials": 2
         * chosen.ranges
-        * chosen_kernel.strip
+        * chosen_kernel.n_blocks
         * tokens
         * BLOCK
         * (_INT8_SUM_BYTES if int8 else _SUM_BYTES),
     }
-    if chosen.ended:
-        sizes["arrivals"] = 4 * (tiles - chosen.whole_tiles) * chosen_kernel.strip
+    if chosen.reduces:
+        sizes["arrivals"] = 4 * (tiles - chosen.whole_tiles) * chosen_kernel.n_blocks
     scratch_parts, scratch = place_scratch(sizes)
     values = {
         "shard_count": len(shards), "rows": rows, "row_tiles": row_tiles, "tile_rows": tokens, "in_width": in_width,
         "in_features": in_features, "group": min(group, row_tiles), "whole_tiles": chosen.whole_tiles,
-        "range_units": range_units, "longer_ranges": longer_ranges, "ranges": chosen.ranges, "stages": stages,
-        "weight_bytes": weight_bytes, "strip_blocks": chosen_kernel.strip,
-        "block_rows": transform.block_rows, "holds": int(transform.shared > 0),
-        "sharing": rotation.cluster if rotation else 0,
+        "range_k_blocks": range_k_blocks, "longer_ranges": longer_ranges, "ranges": chosen.ranges, "stages": stages,
+        "weight_bytes": weight_bytes, "n_blocks": chosen_kernel.n_blocks,
+        "block_rows": transform.block_rows, "rows_in_shared": int(transform.shared > 0),
+        "cluster_size": rotation.cluster if rotation else 0,
     }  # fmt: skip
     for name, value in values.items():
         setattr(arguments, name, value)
-    return PrefillPlan(
+    return GemmPlan(
         instance=prefill_instance(chosen_kernel.source + "_int8" * int8, tokens, kinds),
         arguments=bytes(arguments),
         offsets=shard_offsets(shards),
@@ -269,7 +279,7 @@ def plan_prefill(
         cluster=chosen_kernel.cluster,
         transform=transform,
         rotation=rotation,
-        finish=finish if chosen.ranges and not chosen.ended else None,
+        finish=finish if chosen.ranges and not chosen.reduces else None,
         scratch=scratch,
         scratch_parts=scratch_parts,
     )

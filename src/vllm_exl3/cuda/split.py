@@ -1,4 +1,4 @@
-"""How the units of the wide kernel's launch are divided among thread blocks."""
+"""How the k blocks of the wide kernel's launch are divided among thread blocks."""
 
 import functools
 
@@ -6,33 +6,34 @@ from vllm_exl3.cuda.geometry import GpuLimits
 
 __all__ = ["split"]
 
-_EXCHANGE, _STRIP, _SECOND_STRIP = 6, 6, 8
-"""What sharing and ending strips costs, in units of work: adding up a strip that blocks share; ending a strip and
-beginning the next; the same where the block has an exchange at both. From traces of an H200 (docs/kernels-gpu.md)."""
+_EXCHANGE, _N_TILE_COST, _SECOND_COST = 6, 6, 8
+"""Costs of sharing and finishing n tiles, in k blocks of work: adding up an n tile that blocks share; ending an n tile
+and beginning the next; the same where the block has an exchange at both. From traces of an H200
+(docs/notes/kernels-gpu.md)."""
 
 
 @functools.lru_cache(maxsize=4096)
-def split(strips: int, depths: frozenset[int], limits: GpuLimits) -> int:
+def split(n_tiles: int, depths: frozenset[int], limits: GpuLimits) -> int:
     """How many blocks share the work.
 
-    Either every strip is cut into equal parts, one a block, or the whole list of units is: no block idles then, but
-    most end one strip and begin another, and pay for the end of a strip twice. The answer decides the order of fp32
-    sums, so nothing else may enter it.
+    Either split-K, an equal part of an n tile for each block, or stream-K over the list of k blocks: no block idles
+    then, but most finish one n tile and begin another, and pay for an epilogue twice. The answer decides the order of
+    fp32 sums, so nothing else may enter it.
 
     Args:
-        strips: strips of all shards.
-        depths: the shards' units of k.
+        n_tiles: n tiles of all shards.
+        depths: the shards' k blocks of k.
         limits: the GPU.
     """
     processors = limits.multiprocessors
-    units = strips * max(depths)
-    choices = [(-(-units // processors) + _EXCHANGE + _SECOND_STRIP, min(processors, units))]
+    k_blocks = n_tiles * max(depths)
+    choices = [(-(-k_blocks // processors) + _EXCHANGE + _SECOND_COST, min(processors, k_blocks))]
     if len(depths) == 1:
         (depth,) = depths
-        for parts in range(1, depth + 1):
-            if depth % parts or (parts > 1 and strips * parts > processors):
+        for splits in range(1, depth + 1):
+            if depth % splits or (splits > 1 and n_tiles * splits > processors):
                 continue
-            waves = -(-strips * parts // processors)
-            cost = waves * (depth // parts + _STRIP) - _STRIP + (parts > 1) * _EXCHANGE
-            choices.append((cost, strips * parts))
+            waves = -(-n_tiles * splits // processors)
+            cost = waves * (depth // splits + _N_TILE_COST) - _N_TILE_COST + (splits > 1) * _EXCHANGE
+            choices.append((cost, n_tiles * splits))
     return min(choices)[1]

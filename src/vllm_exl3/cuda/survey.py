@@ -1,17 +1,18 @@
 """Which kernels a pack, or any pack, needs on which GPU: for ``vllm-exl3 precompile``, the doctor and the tests."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from vllm_exl3.cuda import gemm, narrow, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
-from vllm_exl3.cuda.prefill_input import FEW
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, ROTATE_FEW
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
-from vllm_exl3.pack.stored import Codebook, StoredLinear
+from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear
 
 __all__ = ["codes_of", "every_kind", "instances_for", "local_gpus", "pack_codes", "typical_limits"]
 
@@ -23,7 +24,7 @@ _SHAPES = ((1024, 1024), (8192, 128256))
 
 
 def typical_limits(architecture: str) -> GpuLimits:
-    """What kernel choice needs to know of an architecture, without a GPU.
+    """A typical GPU of an architecture, as far as the choice of kernels depends on it.
 
     Raises:
         ValueError: no kernel is known to compile for it.
@@ -56,7 +57,7 @@ def every_kind() -> list[tuple[int, int]]:
 
 
 def pack_codes(pack: Pack) -> list[Codes]:
-    """What the layers of a pack need, from its headers: each linear by itself, and those that vLLM may fuse.
+    """The kinds of the layers of a pack, from its headers: each linear by itself, and those that vLLM may fuse.
 
     Routed experts are left out, since they have kernels of their own.
     """
@@ -96,9 +97,11 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
             for shards in (small, large):
                 found += plan(shards, form.tile_rows, shards[0].in_features, form, limits).instances
         if multiplied := gemm.instances(large, limits):
-            rounded = {int8 for (_, int8), instance in FEW.items() if instance in multiplied}
+            rounded = {int8 for (_, int8), instance in ROTATE_FEW.items() if instance in multiplied}
             # Which of them rotates depends on the input's width.
-            found += [*multiplied, *(instance for (_, int8), instance in FEW.items() if int8 in rounded)]
+            found += [*multiplied, *(instance for (_, int8), instance in ROTATE_FEW.items() if int8 in rounded)]
+        # Inputs that are too wide for int8 are multiplied as fp16, also in fast mode.
+        found += gemm.instances(tuple(replace(shard, in_features=MOST_FEW_IN + BLOCK) for shard in large), limits)
         found += prefill.instances(small, limits)
         found += prefill_int8.instances(small, limits)
     return list(dict.fromkeys(found))

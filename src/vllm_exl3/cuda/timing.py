@@ -10,7 +10,7 @@ import torch
 
 from vllm_exl3.cuda import linear, prefill_int8, runtime
 from vllm_exl3.cuda.geometry import Form
-from vllm_exl3.cuda.narrow_cut import Cut
+from vllm_exl3.cuda.narrow_partition import NarrowPartition
 from vllm_exl3.ops.shards import Shard, pack_shards
 
 __all__ = [
@@ -34,11 +34,11 @@ _ROTATED_BYTES, _MOST_COPIES = 320e6, 1024
 _INSTRUCTIONS_A_WEIGHT = 3.0
 
 _OPERATIONS_A_CYCLE = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 1024, 121: 1024}
-"""Of a multiprocessor's tensor cores, in dense products of fp16 with sums in fp32, by compute capability: what NVIDIA's
-architecture papers give for the fastest card of each."""
+"""Rate of a multiprocessor's tensor cores, in dense products of fp16 with sums in fp32, by compute capability: what
+NVIDIA's architecture papers give for the fastest card of each."""
 
 _CLOCK_KHZ = 1_980_000
-"""Of an H200's multiprocessors, where torch does not tell a GPU's."""
+"""Clock of an H200's multiprocessors, where torch does not tell a GPU's."""
 
 
 def random_trellis(words: int) -> torch.Tensor:
@@ -123,12 +123,24 @@ class Rotation:
         self.layout = tuple(pack_shards([self.shard]))
 
     def time(
-        self, x: torch.Tensor, form: Form | None = None, cut: Cut | None = None, rotated: bool | None = None
+        self,
+        x: torch.Tensor,
+        form: Form | None = None,
+        partition: NarrowPartition | None = None,
+        rotated: bool | None = None,
     ) -> float:
         """Microseconds of one linear."""
         return replayed(
             lambda i: linear.linear(
-                x, self.trellis[i], self.suh, self.svh, None, self.layout, form=form, cut=cut, rotated=rotated
+                x,
+                self.trellis[i],
+                self.suh,
+                self.svh,
+                None,
+                self.layout,
+                form=form,
+                partition=partition,
+                rotated=rotated,
             ),
             self.copies,
         )

@@ -1,15 +1,12 @@
 // The GEMM for up to 128 tokens and the kernel that rotates its input on the host, behind functions for ctypes. The blocks of a
-// cluster of gemm_rotate.cu are one block of the emulator, each with shared variables of its own.
+// cluster of gemm/rotate.cu are one block of the emulator, each with shared variables of its own.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void ptx_fence_proxy_async() {}
 inline void ptx_prefetch_global_L1(const void* at) { (void)*static_cast<const volatile char*>(at); }  // so that it must exist
-// Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
-#define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
-inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 inline void ptx_cvt_rn_bf16x2_f32(u32& word, float high, float low) {
@@ -24,12 +21,12 @@ inline void ptx_dp4a_u32_s32(u32& d, u32 a, u32 b, u32 c) {
 inline void ptx_cvt_rni_sat_s8_f32(int& value, float from) { value = int(std::min(127.0f, std::max(-128.0f, std::nearbyint(from)))); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-// As the device's wgmma.cuh makes it.
+// As the device's base/wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
-#include "gemm.cuh"
-#include "rotation.cuh"
+#include "gemm/gemm.cuh"
+#include "base/row_scale.cuh"
 
 using OneKind = GemmKinds<GemmKind<8, MUL1, HALF>>;
 using TwoRates = GemmKinds<GemmKind<5, MUL1, HALF>, GemmKind<8, MUL1, HALF>>;
@@ -72,7 +69,7 @@ extern "C" int is_complemented(u32 k) { return complemented(k); }
 extern "C" void constants(float* out) { out[0] = BYTE_SUM_SCALE, out[1] = BYTE_SUM_OFFSET, out[2] = COMPLEMENT_OFFSET; }
 
 // A variable in shared memory that every block of a cluster has.
-static unsigned sharing;
+static unsigned cluster_size;
 static unsigned rank_of_thread() { return running / 256; }
 template <class T>
 struct OfBlock {
@@ -91,7 +88,7 @@ static void arrive_at_cluster() {
 }
 static void wait_for_arrivals() { while (cluster_round == rounds[running]) switch_thread(); }
 inline unsigned address_in(unsigned address, unsigned rank) { return address + (rank - rank_of_thread()) * 64; }
-inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx__bytes_max_u32(unsigned at, unsigned value, unsigned barrier) {
+inline void max_remote(unsigned at, unsigned value, unsigned barrier) {
     unsigned* to = reinterpret_cast<unsigned*>(memory + int(at - SHARED_BASE));  // the variable, wherever its thread has it
     *to = std::max(*to, value);
     host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();
@@ -102,26 +99,26 @@ inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx_
 #undef blockDim
 #undef SHARED_TYPE
 #define threadIdx (Index{unsigned(running) % 256})
-#define blockIdx (Index2{block_x * sharing + rank_of_thread(), block_y})
+#define blockIdx (Index2{block_x * cluster_size + rank_of_thread(), block_y})
 #define blockDim (Index{256})
 #define SHARED_TYPE(T) OfBlock<T>
 #define __syncthreads meet_block
-#define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
-#define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
-#define shared_of address_in
+#define cluster_arrive arrive_at_cluster
+#define cluster_wait wait_for_arrivals
+#define map_to_rank address_in
 
 #define INSTANCE_TRANSFORMS 1
 #define INSTANCE_BYTES 0
 namespace one {
 #define exl3_gemm_rotate rotate_one
-#include "gemm_rotate.cu"
+#include "gemm/rotate.cu"
 }
 #undef exl3_gemm_rotate
 #undef INSTANCE_BYTES
 #define INSTANCE_BYTES 1
 namespace bytes {
 #define exl3_gemm_rotate rotate_bytes
-#include "gemm_rotate.cu"
+#include "gemm/rotate.cu"
 }
 #undef exl3_gemm_rotate
 #undef INSTANCE_BYTES
@@ -130,13 +127,13 @@ namespace bytes {
 #define INSTANCE_BYTES 0
 namespace four {
 #define exl3_gemm_rotate rotate_four
-#include "gemm_rotate.cu"
+#include "gemm/rotate.cu"
 }
 
 // With one 128-block a warp, or four, or one that is rounded to int8.
 extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes) {
-    sharing = args->sharing;
-    launch(args->rows, args->shard_count, 256 * sharing, SHARED_BYTES, [=] {
+    cluster_size = args->cluster_size;
+    launch(args->rows, args->shard_count, 256 * cluster_size, SHARED_BYTES, [=] {
         if (to_bytes) bytes::rotate_bytes(*args);
         else if (transforms == 1) one::rotate_one(*args);
         else four::rotate_four(*args);

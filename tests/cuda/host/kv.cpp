@@ -1,7 +1,7 @@
 // Decoding over the int4 KV cache on the host, behind one function for ctypes.
 #include "ptx.h"
-#include "kv_decode.cuh"
-#include "kv_merge.cuh"
+#include "kv/decode.cuh"
+#include "kv/merge.cuh"
 
 template <int SIZE, int TILES, int STAGES, int CHUNK, bool HELD>
 void decode(const KvDecodeArgs& args, u32 blocks) {

@@ -1,33 +1,33 @@
 // The MoE kernels on the host, behind one function for ctypes.
 #include "ptx.h"
-#include "fragments.cuh"
-#include "barrier.cuh"
-#include "moe_group_hidden.cuh"
-#include "moe_route.cuh"
+#include "base/fragments.cuh"
+#include "base/barrier.cuh"
+#include "moe/group_hidden.cuh"
+#include "moe/route.cuh"
 #define INSTANCE_CLUSTER 1  // the host knows no larger ones
-#include "moe_cluster.cuh"
+#include "moe/cluster.cuh"
 
 #define INSTANCE_STAGE 0
 #define exl3_moe_group_rows group_rows_0
-#include "moe_group_rows.cu"
+#include "moe/group_rows.cu"
 #undef INSTANCE_STAGE
 #undef exl3_moe_group_rows
 #define INSTANCE_STAGE 1
 #define exl3_moe_group_rows group_rows_1
-#include "moe_group_rows.cu"
+#include "moe/group_rows.cu"
 #undef INSTANCE_STAGE
 #undef exl3_moe_group_rows
 #define INSTANCE_STAGE 2
 #define exl3_moe_group_rows group_rows_2
-#include "moe_group_rows.cu"
-#include "moe_combine.cu"
-#include "moe_combine_rows.cu"
-#include "moe_route.cu"
-#include "moe_rows.cu"
-#include "moe_turns.cu"
+#include "moe/group_rows.cu"
+#include "moe/combine.cu"
+#include "moe/combine_rows.cu"
+#include "moe/route.cu"
+#include "moe/rows.cu"
+#include "moe/schedule.cu"
 
 #define INSTANCE_WARPS 8
-#include "moe_gemm.cuh"
+#include "moe/gemm.cuh"
 
 using One = Kind<8, 2, 2, 16>;
 // Units of a slot as vllm_exl3/cuda/moe_gemm.py chooses them.
@@ -62,9 +62,9 @@ extern "C" void run_kernel(const MoeArgs* args, int kernel, int mixed, u32 grid_
         else if (kernel == 9) mixed ? wide<64, true>(*args) : wide<64, false>(*args);
         else if (kernel == 10) mixed ? cluster<256, true>(*args) : cluster<256, false>(*args);
         else if (kernel == 11) mixed ? cluster<128, true>(*args) : cluster<128, false>(*args);
-        else if (kernel == 12) exl3_moe_turns(*args);
+        else if (kernel == 12) exl3_moe_schedule(*args);
         else group_rows_2(*args);
-        // Launches read ahead what the one before last wrote (moe_begin.cuh).
+        // Launches read ahead what the one before last wrote (moe/launch.cuh).
         if (!waited[running]) stop("a thread ended without waiting for the launch before");
     });
 }

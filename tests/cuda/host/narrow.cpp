@@ -2,7 +2,7 @@
 #define __CUDA_ARCH_FEAT_SM90_ALL
 #include "ptx.h"
 template <class T> inline void __stcg(T* at, T value) { *at = value; }
-#include "narrow.cuh"
+#include "narrow/narrow.cuh"
 
 template <int ROWS> using Mul1 = Kinds<Kind<8, 2, 0, ROWS>>;
 template <int ROWS> using Mixed = Kinds<Kind<5, 2, 0, ROWS>, Kind<8, 0, 1, ROWS>, Kind<8, 1, 1, ROWS>, Kind<12, 2, 0, ROWS>>;
@@ -42,7 +42,7 @@ extern "C" void run_quotient(const u32* n, const u32* d, u32* out, u32 count) {
     for (u32 i = 0; i < count; ++i) out[i] = quotient(n[i], d[i]);
 }
 extern "C" void run_over(const u32* n, const u32* inverses, u32* out, u32 count) {
-    for (u32 i = 0; i < count; ++i) out[i] = over(n[i], inverses[i]);
+    for (u32 i = 0; i < count; ++i) out[i] = fast_divide(n[i], inverses[i]);
 }
 
 template <int CODEBOOK, int HALF_BITS>

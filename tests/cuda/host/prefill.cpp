@@ -1,33 +1,30 @@
 // The prefill kernels on the host, behind functions for ctypes: every tile, in clusters of one block.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 // Clusters of one block.
 inline u32 rank_of_one() { return 0; }
-#define rank_in_cluster rank_of_one
-#define sync_cluster __syncthreads
-#define mbarrier_arrive_at(barrier, rank) mbarrier_arrive(barrier)
-#define copy_to_cluster(target, source, bytes, barrier, blocks) copy_to_shared(target, source, bytes, barrier)
+#define cluster_rank rank_of_one
+#define cluster_sync __syncthreads
+#define mbarrier_arrive_remote(barrier, rank) mbarrier_arrive(barrier)
+#define bulk_copy_multicast(target, source, bytes, barrier, blocks) bulk_copy(target, source, bytes, barrier)
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
-// Copies land when they are waited for; of those through the L1, the kernels' are of 4 bytes.
-#define ptx_cp_async_ca_shared_global(target, source) start_copy_of(target, source, 4)
-inline void ptx_cp_async_wait_all() { ptx_cp_async_commit_group(), ptx_cp_async_wait_group(0); }
 inline void ptx_st_shared_u32(u32 at, int offset, u32 value) { memcpy(shared_bytes(at + offset, 4), &value, 4); }
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-// As the device's wgmma.cuh makes it.
+// As the device's base/wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
-#include "prefill.cuh"
-#define INSTANCE_PARTS HalfParts
-#include "prefill_finish.cu"
-#include "prefill_transform.cu"
+#include "prefill/prefill.cuh"
+#define INSTANCE_PARTIALS HalfPartials
+#include "prefill/reduce.cu"
+#include "prefill/transform.cu"
 
 extern "C" void transform(const PrefillArgs* args, u32 blocks, u32 threads, u32 shared) {
     launch(blocks, 1, threads, shared + 1024, [=] { exl3_prefill_transform(*args); });

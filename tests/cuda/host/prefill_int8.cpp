@@ -1,12 +1,12 @@
 // The prefill kernels of the fast mode on the host, behind functions for ctypes: tiles of 192 tokens, without a cluster.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 // Of clusters, which are not run here.
-#define copy_to_cluster(...) stop("clusters")
-#define mbarrier_arrive_at(...) stop("clusters")
-#define rank_in_cluster() (stop("clusters"), 0u)
-#define sync_cluster() stop("clusters")
+#define bulk_copy_multicast(...) stop("clusters")
+#define mbarrier_arrive_remote(...) stop("clusters")
+#define cluster_rank() (stop("clusters"), 0u)
+#define cluster_sync() stop("clusters")
 
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int = 0) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int = 0) {}
@@ -14,27 +14,20 @@ inline void ptx_bar_arrive(u32 barrier, unsigned count) {
     Meeting& meeting = named_meetings[barrier];
     if (++meeting.arrived == count) meeting.arrived = 0, ++meeting.round;
 }
-// Copies happen at once here; of those through the L1, the kernels' are of 4 bytes.
-#define ptx_cp_async_cg_shared_global copy_16
-#define ptx_cp_async_ca_shared_global copy_4
-#define ptx_cp_async_wait_all copied
-inline void copy_16(u32 target, const void* from) { memcpy(shared_bytes(target, 16), from, 16); }
-inline void copy_4(u32 target, const void* from) { memcpy(shared_bytes(target, 4), from, 4); }
-inline void copied() {}
 inline void ptx_st_shared_f32(u32 at, int offset, float value) { ptx_st_shared_f32(at + offset, value); }
 inline void ptx_st_shared_u32(u32 at, int offset, u32 value) { memcpy(shared_bytes(at + offset, 4), &value, 4); }
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 template <class... Operands> inline void ptx_cvt_rn_bf16x2_f32(Operands&&...) { stop("packed bfloat16"); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline void __stcs(T* to, T value) { *to = value; }
-// As wgmma.cuh makes it.
+// As base/wgmma.cuh makes it.
 template <int K_STEP>
 inline u64 matrix_descriptor(u32 address) { return u64(128 >> 4) << 32 | (address >> 4 | u32(K_STEP >> 4) << 16); }
 
-#include "prefill_int8.cuh"
-#define INSTANCE_PARTS IntParts
-#include "prefill_finish.cu"
-#include "prefill_quantize.cu"
+#include "prefill/int8.cuh"
+#define INSTANCE_PARTIALS IntPartials
+#include "prefill/reduce.cu"
+#include "prefill/quantize.cu"
 
 extern "C" void quantize(const PrefillArgs* args, u32 blocks, u32 shards, u32 threads) {
     launch(blocks, shards, threads, SHARED_BYTES, [=] { exl3_prefill_quantize(*args); });

@@ -1,6 +1,6 @@
 // The product words of a tile's states as the decode path of routed experts makes them, of every rate and codebook.
 #include "ptx.h"
-#include "moe_products.cuh"
+#include "moe/products.cuh"
 
 // The bit string of ring positions from 32·c on, of which Window cuts states.
 template <int HALF_BITS>

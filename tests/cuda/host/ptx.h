@@ -65,13 +65,8 @@ inline void start_copy_of(unsigned target, const void* source, unsigned size) {
     if (reinterpret_cast<uintptr_t>(source) % size) stop("alignment of a copy's source");
     open_copies[running].push_back({target, source, size});
 }
-inline void ptx_cp_async_cg_shared_global(unsigned target, const void* source) { start_copy_of(target, source, 16); }
-inline void ptx_cp_async_cg_shared_global(unsigned target, const void* source, unsigned bytes) {
-    start_copy_of(target, bytes ? source : nullptr, 16);
-}
-inline void ptx_cp_async_ca_shared_global(unsigned target, const void* source) { start_copy_of(target, source, 8); }
-inline void ptx_cp_async_commit_group() { closed_copies[running].push_back(std::move(open_copies[running])), open_copies[running].clear(); }
-inline void ptx_cp_async_wait_group(unsigned left) {
+inline void commit_copies() { closed_copies[running].push_back(std::move(open_copies[running])), open_copies[running].clear(); }
+inline void wait_for_copy_groups(unsigned left) {
     auto& groups = closed_copies[running];
     while (groups.size() > left) {
         for (const Copy& copy : groups.front())

@@ -1,11 +1,11 @@
-// prefill_rotate.cu on the host: the blocks of a cluster are one block of the emulator, each with shared memory of its own.
+// prefill/rotate.cu on the host: the blocks of a cluster are one block of the emulator, each with shared memory of its own.
 #include "ptx.h"
-#include "barrier.cuh"
+#include "base/barrier.cuh"
 
 #define ROTATE_WARPS 2  // few, so that clusters of 8 fit
 #define ROTATE_BLOCKS 1
 constexpr unsigned BLOCK_THREADS = 32 * ROTATE_WARPS, BLOCK_BYTES = 256 + 128 + 2048 + ROTATE_WARPS * 2 * 2048;
-static unsigned sharing;  // blocks of a cluster
+static unsigned cluster_size;  // blocks of a cluster
 static unsigned rank_of_thread() { return running / BLOCK_THREADS; }
 
 static Meeting block_meetings[8];
@@ -22,17 +22,17 @@ static unsigned char* block_memory() { return memory + rank_of_thread() * BLOCK_
 #undef threadIdx
 #undef blockIdx
 #define threadIdx (Index{unsigned(running) % BLOCK_THREADS})
-#define blockIdx (Index2{block_x * sharing + rank_of_thread(), block_y})
+#define blockIdx (Index2{block_x * cluster_size + rank_of_thread(), block_y})
 #define __syncthreads meet_block
-#define ptx_barrier_cluster_arrive_release_aligned arrive_at_cluster
-#define ptx_barrier_cluster_wait_acquire_aligned wait_for_arrivals
+#define cluster_arrive arrive_at_cluster
+#define cluster_wait wait_for_arrivals
 
 
 inline unsigned address_in(unsigned address, unsigned rank) { return address + (rank - rank_of_thread()) * BLOCK_BYTES; }
 inline void meet_cluster() { arrive_at_cluster(), wait_for_arrivals(); }
-#define shared_of address_in
-#define sync_cluster meet_cluster
-inline void ptx_red_async_relaxed_cluster_shared__cluster_mbarrier__complete_tx__bytes_max_u32(unsigned at, unsigned value, unsigned barrier) {
+#define map_to_rank address_in
+#define cluster_sync meet_cluster
+inline void max_remote(unsigned at, unsigned value, unsigned barrier) {
     unsigned* to = reinterpret_cast<unsigned*>(shared_bytes(at, 4));
     *to = std::max(*to, value);
     host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();
@@ -51,10 +51,10 @@ inline void ptx_max_NaN_xorsign_abs_bf16x2(unsigned& d, unsigned a, unsigned b) 
 inline void ptx_cvt_rn_f16x2_f32(u32& word, float high, float low) { word = half_bits_of(high) << 16 | half_bits_of(low); }
 
 #define memory block_memory()  // the kernel's
-#include "prefill_rotate.cu"
+#include "prefill/rotate.cu"
 #undef memory
 
 extern "C" void rotate(const PrefillArgs* args) {
-    sharing = args->sharing;
-    launch((args->rows + ROWS - 1) / ROWS, args->shard_count, sharing * BLOCK_THREADS, sharing * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
+    cluster_size = args->cluster_size;
+    launch((args->rows + ROWS - 1) / ROWS, args->shard_count, cluster_size * BLOCK_THREADS, cluster_size * BLOCK_BYTES, [=] { exl3_prefill_rotate(*args); });
 }
