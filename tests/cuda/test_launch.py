@@ -211,3 +211,23 @@ def test_arguments_fit_the_library(driver: FakeDriver) -> None:
     for rows, form in ((1, None), (32, None), (200, None), (40, Form(False, 64))):
         (step,) = linear._steps(SHARDS, rows, 4096, H200, (False, "default"), form, None, None)
         assert len(step.plan.arguments) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "size"),
+    [(0, 10, 64), (57, 0, 64), (2**32 - 1, 0, 64), (0, 0, 4104), (0, 0, 2**32 - 1)],
+    ids=["no such value", "beyond the arguments", "far beyond", "too many arguments", "far too many"],
+)
+def test_a_program_that_would_write_elsewhere_is_refused(driver: FakeDriver, at: int, value: int, size: int) -> None:
+    arguments, patches = (ctypes.c_byte * 8192)(), (launch._Patch * 1)((at, value, 0))
+    program = launch._ProgramStruct(
+        ctypes.addressof(arguments), ctypes.addressof(patches), None, CONTEXT, size, 1, 0, 0
+    )
+    assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == 1
+    assert not driver.launched
+
+
+def test_without_the_driver_nothing_is_called() -> None:
+    library.library().exl3_set_driver(None, None, None, None)
+    program = launch._ProgramStruct()
+    assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == 3
