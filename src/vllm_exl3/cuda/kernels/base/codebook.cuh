@@ -14,6 +14,10 @@ enum Arithmetic : int { INTEGER = 0, PAIR = 1, HALF = 2, BYTE = 3 };
 constexpr int MUL1_SCALE_18 = 1774;       // k_inv = 1774·2^-18, fp16 0x1EEE
 constexpr int MUL1_OFFSET_18 = -905216;   // 1024·k_inv + k_bias = -3.453125 = -905216·2^-18
 
+constexpr float MUL1_SCALE = MUL1_SCALE_18 / 262144.0f, MUL1_BIAS = -10.3828125f;  // k_inv; k_bias, fp16 0xC931
+constexpr float BYTE_STEP = 4.0f * MUL1_SCALE;                                     // of a weight that is rounded to int8
+constexpr float LARGEST_INTEGER = 16256.0f, LARGEST_BYTE = 127.0f;                 // of activations: 127·128 in two int8, or one
+
 constexpr u32 MUL1_MULTIPLIER = 0x83DCD12Du, MCG_MULTIPLIER = 0xCBAC1FEDu, INST3_MULTIPLIER = 89226354u, INST3_ADDEND = 64248484u;
 
 // The two fp16 that mcg and 3INST make of a product.

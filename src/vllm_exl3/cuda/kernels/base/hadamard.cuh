@@ -16,27 +16,35 @@ __device__ __forceinline__ void hadamard128(float (&v)[4], int lane) {
     }
 }
 
+// The step over bit STEP of the index of a lane's own values; all steps from STEP on.
+template <int STEP, int COUNT>
+__device__ __forceinline__ void butterfly(float (&v)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        if (!(i & STEP)) {
+            const float a = v[i], b = v[i + STEP];
+            v[i] = a + b, v[i + STEP] = a - b;
+        }
+}
+template <int STEP, int COUNT>
+__device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
+    butterfly<STEP>(v);
+    if constexpr (2 * STEP < COUNT) butterflies<2 * STEP>(v);
+}
+
 // The same of LANES lanes, 8 or 16: vector i of a lane holds elements 8·(lane % LANES) + 8·LANES·i and the seven after. Each
 // element comes out with the same bits either way.
 template <int LANES, int VALUES>
 __device__ __forceinline__ void hadamard128_part(float (&v)[VALUES], int lane) {
     static_assert(LANES * VALUES == 128 && LANES >= 8 && LANES <= 16, "whole vectors of eight");
-    const auto in_lane = [&](int step) {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            if (i & step) continue;
-            const float a = v[i], b = v[i + step];
-            v[i] = a + b, v[i + step] = a - b;
-        }
-    };
-    in_lane(1), in_lane(2), in_lane(4);
+    butterfly<1>(v), butterfly<2>(v), butterfly<4>(v);
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) {
         const float sign = lane & step ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], step));
     }
-    if constexpr (VALUES == 16) in_lane(8);
+    if constexpr (VALUES == 16) butterfly<8>(v);
 }
 
 // Sums and differences of two groups of values, in place.

@@ -6,7 +6,6 @@
 #include "base/codebook.cuh"
 #include "base/hadamard.cuh"
 
-constexpr float LARGEST_INTEGER = 16256.0f;  // 127·128
 constexpr float HADAMARD_GROWTH = 11.313709f;  // sqrt(128), rounded up
 
 // The bits of the largest magnitude of a lane's values. Bits of magnitudes order as the magnitudes do, and a NaN's are above

@@ -19,8 +19,6 @@
 
 constexpr u32 GEMM_CONSUMER_THREADS = 512;  // that multiply
 
-constexpr float BYTE_STEP = 4.0f * MUL1_SCALE_18 / 262144.0f;  // what one step of a weight of int8 stands for
-
 // Tokens whose sums are in shared memory at once: a part of many, which leaves room for three k blocks in the pipeline and takes few registers.
 template <int TOKENS> constexpr int staged_tokens = TOKENS > 112 ? TOKENS / 4 : TOKENS > 80 ? TOKENS / 2 : TOKENS;
 template <int TOKENS> constexpr u32 gemm_staging_bytes = sizeof(Staging) + 4 * staged_tokens<TOKENS> * OUTPUT_PITCH;

@@ -5,6 +5,7 @@
 #pragma once
 #include "kv/arguments.cuh"
 #include "kv/nibbles.cuh"
+#include "base/hadamard.cuh"
 #include "base/launch.cuh"
 
 struct KvMergeArgs {
@@ -111,14 +112,7 @@ __device__ __forceinline__ void kv_merge(const KvMergeArgs& args) {
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) x[i] = fmaf(lane & mask ? -1.0f : 1.0f, x[i], __shfl_xor_sync(0xffffffffu, x[i], mask));
     }
-#pragma unroll
-    for (int bit = 1; bit < COUNT; bit *= 2)
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            if (!(i & bit)) {
-                const float a = x[i], b = x[i + bit];
-                x[i] = a + b, x[i + bit] = a - b;
-            }
+    butterflies<1>(x);
     const float factor = 1.0f / (denominator * SIZE);
     const i64 out = i64(row.out_token) * args.output_stride + query_head * SIZE;
 #pragma unroll

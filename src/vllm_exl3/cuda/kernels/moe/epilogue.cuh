@@ -11,15 +11,13 @@
 #include "moe/pipeline.cuh"
 #include "base/row_scale.cuh"
 
-constexpr float MUL1_FACTOR = 1774.0f / 262144.0f;  // k_inv, fp16 0x1EEE
-constexpr float MUL1_OFFSET = -10.3828125f;         // k_bias, fp16 0xC931
 constexpr float STORED_SCALE = 0x1p-10f;
 
 template <int ROWS, class Pair>
 __device__ __forceinline__ void finish_rows(const float (&sums)[ROWS / 2], const Pair& pair, const RowBlock& rows, u32 index, u32 n_block) {
     const MoeStage& stage = pair.stage;
     const bool bytes = projection_of(pair.args, rows.expert, stage.first + index).codebook == MUL1;
-    const float scale = bytes ? MUL1_FACTOR * STORED_SCALE : STORED_SCALE;
+    const float scale = bytes ? MUL1_SCALE * STORED_SCALE : STORED_SCALE;
     const u32 first = rows.first + 2 * (pair.lane & 3);
     float2 constants[ROWS / 8];  // of rows first + 8j and first + 8j + 1
     const float* totals = sums_of_rows(stage) + rows_owner(pair.args, stage, rows.expert, index) * pair.args.padded_rows + first;
@@ -32,7 +30,7 @@ __device__ __forceinline__ void finish_rows(const float (&sums)[ROWS / 2], const
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
         const float* d = sums + 4 * j;
-        const float low = constants[j].x * (MUL1_OFFSET * STORED_SCALE), high = constants[j].y * (MUL1_OFFSET * STORED_SCALE);
+        const float low = constants[j].x * (MUL1_BIAS * STORED_SCALE), high = constants[j].y * (MUL1_BIAS * STORED_SCALE);
         if (8 * j < rows.rows) {
             at[0] = half_pair(fmaf(d[0], scale, low), fmaf(d[2], scale, low));
             at[pitch] = half_pair(fmaf(d[1], scale, high), fmaf(d[3], scale, high));

@@ -24,20 +24,6 @@ __device__ __forceinline__ u32 transpose_halves(u32 word) {
     return result;
 }
 
-// The three steps over a lane's own products.
-__device__ __forceinline__ void rotate_products(float (&sums)[8][4]) {
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2)
-#pragma unroll
-        for (int t = 0; t < 8; ++t)
-            if (!(t & step))
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float low = sums[t][i], high = sums[t + step][i];
-                    sums[t][i] = low + high, sums[t + step][i] = low - high;
-                }
-}
-
 // Rows of a chunk that are transformed together, and a lane's part of them.
 struct EightRows {
     u32 first, count, start, k_block_bytes;  // in `sorted_slots`; bytes from one k block of the expert's rows to the next
@@ -85,7 +71,7 @@ struct LaneOutputs {
         const u32 a[4] = {signs.b[0][0], signs.b[1][0], signs.b[0][1], signs.b[1][1]};
 #pragma unroll
         for (int i = 0; i < 4; ++i) mma_half(sums[2 * i], a, raw[i].x, raw[i + 4].x, none), mma_half(sums[2 * i + 1], a, raw[i].y, raw[i + 4].y, none);
-        rotate_products(sums);
+        hadamard8(sums);
     }
 };
 
@@ -162,7 +148,7 @@ __device__ __forceinline__ void store_eight_rows(const MoeStage& stage, const Ei
         const uint4 raw = memory.words[(4 * b + i) * 32 + lane];
         mma_half(sums[2 * i], a, raw.x, raw.y, none), mma_half(sums[2 * i + 1], a, raw.z, raw.w, none);
     }
-    rotate_products(sums);
+    hadamard8(sums);
     u8* at = eight.group(stage) + static_cast<u64>(2 * b) * eight.k_block_bytes + (2 * (g & 1) + 4 * (g >> 1 & 1) + (g >> 2)) * 128 + q * 16;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {

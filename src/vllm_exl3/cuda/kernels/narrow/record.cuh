@@ -9,8 +9,6 @@
 #include "base/fragments.cuh"
 #include "narrow/arguments.cuh"
 
-constexpr float LARGEST_INTEGER = 16256.0f, LARGEST_BYTE = 127.0f;  // the former is 127·128
-constexpr float MUL1_SCALE = 1774.0f / (1 << 18);
 constexpr float MUL1_OFFSET = -905216.0f / 1774.0f;  // w = MUL1_SCALE·(B + MUL1_OFFSET), B the sum of four bytes
 
 // A token's part: words [half of k][quad][plane][k-tile][4] of operands, of which a lane reads the quads of its (plane, k-tile);

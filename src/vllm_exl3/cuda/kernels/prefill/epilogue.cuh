@@ -75,21 +75,6 @@ __device__ __forceinline__ u32 staged_place(Staging& staging, int warp, int lane
     return shared_address(staging.row(2 * (lane & 3)) + 16 * warp + (lane >> 2));
 }
 
-template <int STEP, int COUNT>
-__device__ __forceinline__ void butterfly(float (&v)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-        if (!(i & STEP)) {
-            const float a = v[i], b = v[i + STEP];
-            v[i] = a + b, v[i + STEP] = a - b;
-        }
-}
-template <int STEP, int COUNT>
-__device__ __forceinline__ void butterflies(float (&v)[COUNT]) {
-    butterfly<STEP>(v);
-    if constexpr (2 * STEP < COUNT) butterflies<2 * STEP>(v);
-}
-
 // A row's channels to `first`, the first one's place in the output, 16-byte aligned: eight and eight, SPACING apart.
 template <int SPACING, int COUNT>
 __device__ __forceinline__ void store_vectors(const float (&v)[COUNT], const PrefillArgs& args, i64 first) {

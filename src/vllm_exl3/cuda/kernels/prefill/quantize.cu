@@ -8,8 +8,6 @@
 #include "prefill/row_slice.cuh"
 
 constexpr int MOST_THREADS = 512, MOST_ROWS = 4;
-constexpr float LARGEST_BYTE = 127.0f;
-constexpr float STEP = 4.0f * 1774 / 262144;  // of a weight: 4·k_inv
 
 // Four values times `factor`, rounded to int8: adding 1.5·2^23 leaves the integer in the lowest bits of the sum.
 __device__ __forceinline__ u32 pack_bytes(float a, float b, float c, float d, float factor) {
@@ -65,6 +63,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) exl3_prefill_quant
     most = __uint_as_float(largest[slice.in_block]);
     // A row of zeros or subnormals gives zeros; one with a NaN or an infinity comes out as such, by its scale.
     const float factor = most >= 1.0e-36f ? LARGEST_BYTE / most : 0.0f;
-    if (slice.k_block == 0) args.scales[s * args.rows + slice.row] = most * (HADAMARD_SCALE * STEP / LARGEST_BYTE);
+    if (slice.k_block == 0) args.scales[s * args.rows + slice.row] = most * (HADAMARD_SCALE * BYTE_STEP / LARGEST_BYTE);
     store_bytes(slice, v, args, s, factor);
 }

@@ -2,6 +2,7 @@
 // result. Its neighbour has the other half of their 128-block: one step of the transform crosses lanes.
 #pragma once
 #include "base/cp_async.cuh"
+#include "base/hadamard.cuh"
 #include "prefill/arguments.cuh"
 
 constexpr u32 BLOCK_K_PITCH = 2 * BLOCK_K + 16;  // bytes of a row's k block in shared memory, padded against bank conflicts
@@ -70,14 +71,7 @@ struct RowSlice {
     }
     // H over the 128-block; unscaled.
     __device__ __forceinline__ void rotate(float (&v)[BLOCK_K]) const {
-#pragma unroll
-        for (int step = 1; step < int(BLOCK_K); step *= 2)
-#pragma unroll
-            for (int i = 0; i < int(BLOCK_K); ++i)
-                if (!(i & step)) {
-                    const float a = v[i], b = v[i + step];
-                    v[i] = a + b, v[i + step] = a - b;
-                }
+        butterflies<1>(v);
         const float sign = k_block & 1 ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < int(BLOCK_K); ++i) v[i] = fmaf(sign, v[i], __shfl_xor_sync(0xffffffffu, v[i], 1));

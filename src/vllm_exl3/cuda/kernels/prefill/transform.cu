@@ -50,14 +50,7 @@ struct Part {
     }
     // H over the 128-block; unscaled.
     __device__ __forceinline__ void rotate(float (&v)[PART]) const {
-#pragma unroll
-        for (int step = 1; step < PART; step *= 2)
-#pragma unroll
-            for (int i = 0; i < PART; ++i)
-                if (!(i & step)) {
-                    const float a = v[i], b = v[i + step];
-                    v[i] = a + b, v[i + step] = a - b;
-                }
+        butterflies<1>(v);
 #pragma unroll
         for (u32 lanes = 1; lanes < PARTS; lanes *= 2) {
             const float sign = part & lanes ? -1.0f : 1.0f;
