@@ -115,7 +115,7 @@ $(VLLM_READY): | $(PY)
 
 # Build requirements are installed once here, so that each build needs no environment of its own.
 $(BUILD_READY): pyproject.toml | $(VLLM_READY)
-	$(PIP) install "scikit-build-core>=0.10" "cmake>=3.22" ninja
+	$(PIP) install "scikit-build-core>=1.0" "cmake>=3.22" ninja
 	@touch $@
 
 $(PROJECT_READY): $(SOURCES) | $(BUILD_READY)

@@ -31,6 +31,17 @@ struct Driver {
     int (*pop_context)(void** context);
 } driver;
 
+bool valid(const exl3_program& program) {
+    if (!driver.launch_kernel || !driver.get_context || !driver.push_context || !driver.pop_context) return false;
+    if (program.argument_bytes > EXL3_ARGUMENT_BYTES) return false;
+    for (uint32_t i = 0; i < program.patch_count; i++) {
+        const exl3_patch& patch = program.patches[i];
+        if (patch.value >= EXL3_VALUE_COUNT) return false;
+        if (patch.at > program.argument_bytes || program.argument_bytes - patch.at < sizeof(uint64_t)) return false;
+    }
+    return true;
+}
+
 int launch_kernel(const exl3_kernel& kernel, void* arguments, void* stream) {
     Attribute attributes[2];
     memset(attributes, 0, sizeof(attributes));
@@ -59,6 +70,7 @@ void set_driver(void* launch_kernel, void* get_context, void* push_context, void
 }
 
 int launch(const exl3_program& program, const uint64_t* values, void* stream) {
+    if (!valid(program)) return EXL3_BAD_PROGRAM;
     alignas(16) uint8_t arguments[EXL3_ARGUMENT_BYTES];
     memcpy(arguments, program.arguments, program.argument_bytes);
     for (uint32_t i = 0; i < program.patch_count; i++) {
