@@ -79,8 +79,9 @@ void tame(const Buffer& buffer, int32_t dtype) {
     }
 }
 
-// Sums are exact in every instruction set; scales, rotations and the cast may differ in the last place.
-double tolerance_of(int32_t dtype) { return dtype == 0 ? 2e-5 : dtype == 1 ? 2e-3 : 1.6e-2; }
+// Sums are exact in every instruction set; scales, rotations and the cast may differ in the last place, and an activation
+// halfway between two of int16 then rounds the other way.
+double tolerance_of(int32_t dtype) { return dtype == 0 ? 2e-4 : dtype == 1 ? 2e-3 : 1.6e-2; }
 
 }  // namespace
 
