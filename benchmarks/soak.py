@@ -7,8 +7,9 @@ to requests, and to the answer of one prompt that is asked all along.
 Clients stream, disconnect, send prompts that are too long or no JSON at all, ask for guided JSON, log-probabilities
 and two adapters, and come in bursts. A request is stuck that has no answer after two minutes. Memory is that of the
 server's processes together (proportional set size), its drift from the median of the first fifth after the warm-up to
-that of the last fifth. Exits with 1 where a request was stuck, an answer was of another status than its request
-earns, or the canary changed.
+that of the last fifth. Runs add up: a run's row joins those of earlier ones in the results, whose ``meta`` says how
+many requests and hours they are together. Exits with 1 where a request was stuck, an answer was of another status than
+its request earns, or the canary changed.
 """
 
 import argparse
@@ -215,7 +216,8 @@ def memory(root: int) -> int:
 
 async def soak(port: int, root: int, seconds: float, clients: int, burst: int) -> tuple[Soak, list[tuple[float, int]]]:
     """Keep the clients at it; memory by time."""
-    limits = httpx.Limits(max_connections=burst + clients + 8)
+    # The server closes connections that nobody used for five seconds: a client that sends just then reads nothing.
+    limits = httpx.Limits(max_connections=burst + clients + 8, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=STUCK, limits=limits) as client:
         load, samples, begin = Soak(client, 0), [], time.monotonic()
         over = begin + (seconds or float("inf"))
@@ -259,6 +261,18 @@ def spread(canary: list[Any]) -> float:
     return worst
 
 
+def record(path: Path, row: dict[str, Any], command: str) -> dict[str, float]:
+    """Add a run to those in a results file; what they are together."""
+    earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    total = {
+        "total_runs": len(earlier) + 1,
+        "total_requests": sum(each["requests"] for each in (*earlier, row)),
+        "total_hours": round(sum(each["seconds"] for each in (*earlier, row)) / 3600, 3),
+    }
+    write_results(path, [row], machine="cpu", command=command, replaces=lambda _: False, facts=total)
+    return total
+
+
 def main() -> int:
     """Start, load, stop, and write the result."""
     parser = argparse.ArgumentParser(description="Load a server with clients of every kind.")
@@ -289,7 +303,7 @@ def main() -> int:
         "canary_answers": len(tokens),
         "canary_bits": len({str(answer) for answer in load.canary}),
         "canary_spread": spread(load.canary),
-        "canary_values": list({str(answer): answer for answer in load.canary}.values())[:8],
+        "canary_values": list({str(ids): (ids, values) for ids, values in load.canary}.values())[:8],
         "tracebacks_in_log": tracebacks,
         "memory_mib": [round(samples[0][1] / 2**20), round(samples[-1][1] / 2**20)],
         "memory_drift": round(drift(samples), 5),
@@ -299,7 +313,7 @@ def main() -> int:
     }
     print(json.dumps(row, indent=1))
     command = f"python benchmarks/soak.py --seconds {arguments.seconds:g}"
-    write_results(arguments.out, [row], machine="cpu", command=command)
+    print(json.dumps(record(arguments.out, row, command)))
     return 1 if load.wrong or len(tokens) != 1 else 0
 
 

@@ -29,6 +29,20 @@ a warning or the undamaged pack's logits, equal to the bit; anything else is a f
 |---|---|---|---|
 """
 
+CALLED = """
+Of the calls, inputs 0 to {inputs} of seed {seed}, by function. Arguments are valid, at a boundary, or such as the
+interface refuses. Buffers end beside pages that may not be touched or lie on a heap that AddressSanitizer watches; a
+call that computes is made twice over different garbage, and a sample once more by the scalar instruction set, with
+which the result is compared. Drivers are functions of the test.
+
+| function | computed | refused | compared |
+|---|---|---|---|
+"""
+
+CALLS = ("computed", "refused", "compared")
+
+FUNCTIONS = {"small": "names, texts, versions"}
+
 LOADED = """
 What became of packs that vLLM was to load, by damage. Silent are those whose logits differ without a word: most have
 headers that are as they should be.
@@ -57,7 +71,8 @@ TAUGHT = """
 NAMES = {
     "open": "`Pack.open` and `survey` of damaged packs (`tests/fuzz/campaign.py`)",
     "load": "damaged packs through vLLM's loading and one forward pass on a CPU (`tests/fuzz/loader.py`)",
-    "abi": "calls of the CPU library under AddressSanitizer and UndefinedBehaviorSanitizer (`tests/fuzz/abi.py`)",
+    "abi": "calls of the C++ library under AddressSanitizer and UndefinedBehaviorSanitizer (`tests/fuzz/abi.py`)",
+    "guided": "the same, chosen by libFuzzer (`--guided`)",
 }
 
 LESSONS = (
@@ -87,6 +102,13 @@ LESSONS = (
         "tests/ops/test_cpu_abi.py",
     ),
     (
+        "abi",
+        "a negative number shifted left, in instruction sets that were new since; a program for the GPU whose "
+        "arguments or patches go beyond the buffer that they are written to",
+        "a set is fuzzed from the day that it is added; programs are checked like any other argument",
+        "tests/ops/test_cpu_abi.py",
+    ),
+    (
         "faults",
         "an error about a path that is no UTF-8 could not be printed",
         "errors are escaped where they are made",
@@ -106,12 +128,17 @@ def _record() -> None:
     from vllm_exl3.tools.results import write_results
 
     rows: list[dict[str, Any]] = []
-    for campaign, file in (("open", "pack.json"), ("load", "loader.json"), ("abi", "abi.json")):
+    for campaign, file in (
+        ("open", "pack.json"),
+        ("load", "loader.json"),
+        ("abi", "abi.json"),
+        ("guided", "guided.json"),
+    ):
         if not (STATE / file).exists():
             continue
         state = json.loads((STATE / file).read_text(encoding="utf-8"))
         row = {"campaign": campaign, "cases": state.get("calls", state["next"]), "cpu_seconds": state["cpu_seconds"]}
-        row |= {name: state[name] for name in ("loaded", "inputs") if name in state}
+        row |= {name: state[name] for name in ("loaded", "inputs", "seed", *CALLS) if name in state}
         rows.append({**row, "findings": len(state["found"]), "ends": state.get("ends", {})})
     write_results(
         RESULTS / "fuzz.json",
@@ -120,6 +147,15 @@ def _record() -> None:
         command="make fuzz; python scripts/reliability_page.py --record",
         replaces=lambda row: row["campaign"] in {new["campaign"] for new in rows},
     )
+
+
+def _calls(row: dict[str, Any]) -> str:
+    """Calls of the C interface, by function."""
+    text = CALLED.format(inputs=f"{row['inputs']:,}", seed=row["seed"])
+    for function in row["computed"]:
+        counts = (f"{row[kind].get(function, 0):,}" for kind in CALLS)
+        text += f"| {FUNCTIONS.get(function, f'`exl3_{function}`')} | {' | '.join(counts)} |\n"
+    return text
 
 
 def _kinds(ends: dict[str, int]) -> str:
@@ -144,19 +180,21 @@ def page() -> str:
         if row := rows.get(campaign):
             cases = f"{row['cases']:,}" + (f", of which vLLM loaded {row['loaded']:,}" if "loaded" in row else "")
             text += f"| {what} | {cases} | {row['cpu_seconds'] / 3600:.2f} | {row['findings']} |\n"
+    if (row := rows.get("abi")) and "seed" in row:
+        text += _calls(row)
     if row := rows.get("load"):
         text += LOADED
         text += _kinds(row["ends"])
     if (RESULTS / "soak.json").exists():
-        text += _load(json.loads((RESULTS / "soak.json").read_text(encoding="utf-8"))["rows"])
+        text += _load(json.loads((RESULTS / "soak.json").read_text(encoding="utf-8")))
     text += TAUGHT
     for where, found, taught, test in LESSONS:
         text += f"| {where} | {found} | {taught} | {f'`{test}`' if test else ''} |\n"
     return text
 
 
-def _load(rows: list[dict[str, Any]]) -> str:
-    text = LOAD
+def _load(results: dict[str, Any]) -> str:
+    text, rows = LOAD, results["rows"]
     for row in rows:
         cells = (row["seconds"], f"{row['requests']:,}", row["stuck"], sum(row["wrong"].values()))
         cells += (
@@ -167,8 +205,9 @@ def _load(rows: list[dict[str, Any]]) -> str:
             f"{row['first_token_p99_s']} s",
         )
         text += "| " + " | ".join(map(str, cells)) + " |\n"
-    notes = [row["note"] for row in rows if row["note"]]
-    return text + "".join(f"\nOf the run: {note}.\n" for note in dict.fromkeys(notes))
+    requests, hours = sum(row["requests"] for row in rows), sum(row["seconds"] for row in rows) / 3600
+    text += f"\nTogether: {requests:,} requests in {hours:.2f} hours.\n"
+    return text + "".join(f"\nOf the run of {row['seconds']} s: {row['note']}.\n" for row in rows if row["note"])
 
 
 def main() -> int:

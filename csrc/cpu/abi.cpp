@@ -79,6 +79,7 @@ const char* exl3_error_text(int code) {
         case BAD_ROWS: return "the kind, bits, width, groups or count are not those of the row codec";
         case BAD_ID: return "an id lies outside the table";
         case BAD_SIZE: return "a number of rows, columns or blocks is negative";
+        case EXL3_BAD_PROGRAM: return "a program has too many arguments, a patch beyond them or of no value, or no driver";
         default: return "unknown error";
     }
 }

@@ -66,7 +66,7 @@ struct ByteWindows {
         const I words = _mm512_permutexvar_epi8(order[J / 2], bits.bytes);
         if constexpr (J) return words;
         // The first window's upper byte is the last before the group: the lowest of that dword.
-        return _mm512_mask_blend_epi8(2, words, splat(bits.before << 8));
+        return _mm512_mask_blend_epi8(2, words, splat(int32_t(uint32_t(bits.before) << 8)));
     }
 };
 

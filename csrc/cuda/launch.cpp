@@ -5,9 +5,6 @@
 namespace exl3 {
 namespace {
 
-// The driver's own numbers for what it would say.
-constexpr int INVALID_VALUE = 1, NOT_INITIALIZED = 3;
-
 // CUlaunchAttribute: the value is a union of 64 bytes, behind a number that is padded to eight.
 struct Attribute {
     enum : int { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
@@ -33,6 +30,17 @@ struct Driver {
     int (*push_context)(void* context);
     int (*pop_context)(void** context);
 } driver;
+
+bool valid(const exl3_program& program) {
+    if (!driver.launch_kernel || !driver.get_context || !driver.push_context || !driver.pop_context) return false;
+    if (program.argument_bytes > EXL3_ARGUMENT_BYTES) return false;
+    for (uint32_t i = 0; i < program.patch_count; i++) {
+        const exl3_patch& patch = program.patches[i];
+        if (patch.value >= EXL3_VALUE_COUNT) return false;
+        if (patch.at > program.argument_bytes || program.argument_bytes - patch.at < sizeof(uint64_t)) return false;
+    }
+    return true;
+}
 
 int launch_kernel(const exl3_kernel& kernel, void* arguments, void* stream) {
     Attribute attributes[2];
@@ -62,14 +70,11 @@ void set_driver(void* launch_kernel, void* get_context, void* push_context, void
 }
 
 int launch(const exl3_program& program, const uint64_t* values, void* stream) {
-    if (!driver.launch_kernel || !driver.get_context) return NOT_INITIALIZED;
-    if (program.argument_bytes > EXL3_ARGUMENT_BYTES) return INVALID_VALUE;
+    if (!valid(program)) return EXL3_BAD_PROGRAM;
     alignas(16) uint8_t arguments[EXL3_ARGUMENT_BYTES];
     memcpy(arguments, program.arguments, program.argument_bytes);
     for (uint32_t i = 0; i < program.patch_count; i++) {
         const exl3_patch& patch = program.patches[i];
-        const bool inside = uint64_t(patch.at) + sizeof(uint64_t) <= program.argument_bytes;
-        if (!inside || patch.value >= EXL3_VALUE_COUNT) return INVALID_VALUE;
         const uint64_t value = values[patch.value] + patch.addend;
         memcpy(arguments + patch.at, &value, sizeof(value));
     }

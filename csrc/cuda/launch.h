@@ -11,7 +11,7 @@ namespace exl3 {
 
 void set_driver(void* launch_kernel, void* get_context, void* push_context, void* pop_context);
 
-// Runs a program; returns the driver's status.
+// Runs a program; returns the driver's status, or EXL3_BAD_PROGRAM.
 int launch(const exl3_program& program, const uint64_t* values, void* stream);
 
 }  // namespace exl3

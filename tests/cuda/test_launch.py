@@ -206,6 +206,17 @@ def test_a_refused_launch_is_an_error_and_the_last(
     assert len(driver.launched) == 1
 
 
+def test_without_a_driver_nothing_is_launched(
+    driver: FakeDriver, in_place_of_the_device: Callable[[Device], Device]
+) -> None:
+    device = in_place_of_the_device(Device(library.library()))
+    library.library().exl3_set_driver(None, None, None, None)
+    (step,) = linear._steps(SHARDS, 32, 4096, H200, (False, "default"), None, None, None)
+    with pytest.raises(DriverError, match=r"exl3_gemm.*no driver"):
+        Step(None, step.plan).launch(device, *_tensors(32, torch.float16, None))  # type: ignore[arg-type]
+    assert not driver.launched
+
+
 def test_arguments_fit_the_library(driver: FakeDriver) -> None:
     """``EXL3_ARGUMENT_BYTES`` of abi.h, of all structures that linears pass."""
     for rows, form in ((1, None), (32, None), (200, None), (40, Form(False, 64))):
@@ -223,11 +234,5 @@ def test_a_program_that_would_write_elsewhere_is_refused(driver: FakeDriver, at:
     program = launch._ProgramStruct(
         ctypes.addressof(arguments), ctypes.addressof(patches), None, CONTEXT, size, 1, 0, 0
     )
-    assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == 1
+    assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == -1
     assert not driver.launched
-
-
-def test_without_the_driver_nothing_is_called() -> None:
-    library.library().exl3_set_driver(None, None, None, None)
-    program = launch._ProgramStruct()
-    assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == 3

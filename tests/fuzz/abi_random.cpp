@@ -1,24 +1,57 @@
-// The loop around abi.cpp where there is no libFuzzer: inputs of random bytes, each by its number.
+// The loop around abi.cpp without libFuzzer: inputs of random bytes, each by its number, so that a seed and a range of numbers
+// say what was called.
 //
-//     abi FIRST COUNT
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <vector>
+//     abi SEED FIRST COUNT
+#include <csignal>
+#include <unistd.h>
+
+#include "abi_input.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
+namespace {
+
+uint64_t mixed(uint64_t value) {  // splitmix64
+    value += 0x9E3779B97F4A7C15u;
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ value >> 27) * 0x94D049BB133111EBu;
+    return value ^ value >> 31;
+}
+
+void report(int) {
+    char text[64];
+    const int size = std::snprintf(text, sizeof text, "FOUND: a signal in input %llu\n",
+                                   static_cast<unsigned long long>(abi::input_number));
+    if (write(2, text, size_t(size)) < 0) _exit(3);
+    _exit(1);
+}
+
+}  // namespace
+
+#if EXL3_SANITIZED
+extern "C" void __sanitizer_set_death_callback(void (*callback)());
+#endif
+
 int main(int count, char** arguments) {
-    if (count != 3) return 2;
-    const unsigned long long first = std::strtoull(arguments[1], nullptr, 10);
-    const unsigned long long number = std::strtoull(arguments[2], nullptr, 10);
-    std::vector<uint8_t> bytes;
-    for (unsigned long long input = first; input < first + number; input++) {
-        std::mt19937 random(static_cast<uint32_t>(input));
-        bytes.resize(16 + random() % 112);
-        for (uint8_t& byte : bytes) byte = uint8_t(random() >> 24);
-        LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
+    if (count != 4) return 2;
+    const uint64_t seed = std::strtoull(arguments[1], nullptr, 10), first = std::strtoull(arguments[2], nullptr, 10);
+    const uint64_t number = std::strtoull(arguments[3], nullptr, 10);
+#if EXL3_SANITIZED
+    __sanitizer_set_death_callback([] {
+        std::fprintf(stderr, "FOUND: a sanitizer's report in input %llu\n",
+                     static_cast<unsigned long long>(abi::input_number));
+    });
+#else
+    std::signal(SIGSEGV, report);
+    std::signal(SIGBUS, report);
+    std::signal(SIGILL, report);
+    std::signal(SIGABRT, report);
+#endif
+    uint64_t bytes[28];
+    for (abi::input_number = first; abi::input_number < first + number; abi::input_number++) {
+        uint64_t state = mixed(seed) ^ abi::input_number * 0xD1342543DE82EF95u;
+        for (uint64_t& word : bytes) word = state = mixed(state);
+        LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes), sizeof bytes);
     }
-    std::printf("Done %llu runs\n", number);
+    std::printf("Done %llu runs\n", static_cast<unsigned long long>(number));
 }

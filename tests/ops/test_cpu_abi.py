@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzz.abi import build, run
+from tests.fuzz.abi import build, build_against, run, run_guided
 from tests.ops.cpu_cases import needs_library
 from vllm_exl3.cpu.library import LinearCall, RowCall, ShardStruct, library
 
@@ -138,8 +139,62 @@ def test_where_no_thread_can_be_started_the_caller_does_the_work() -> None:
     assert result.stdout.split() == ["0", "True"], result.stderr[-500:]
 
 
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The caller of the installed library."""
+    return build_against(Path(library()._name), tmp_path_factory.mktemp("abi"))
+
+
+def test_a_share_of_the_calls_in_the_installed_library(caller: Path) -> None:
+    """Between pages that may not be touched, beside guard bytes, and for a sample beside the scalar instruction set."""
+    done = run(caller, inputs=20_000, seed=2)
+    assert done.report is None, done.report
+    functions = {"linear", "dequantize", "hadamard", "gather_rows", "launch"}
+    assert done.inputs == 20_000 and all(done.computed[name] and done.refused[name] for name in functions)
+    assert done.compared["linear"] and done.compared["gather_rows"]
+    assert run(caller, inputs=500, seed=2).computed == run(caller, inputs=500, seed=2).computed
+
+
+FAULTS = {
+    "accepts": "exl3_gather_rows",
+    "refuses": "exl3_gather_rows",
+    "writes beyond": "a signal|a byte beside a buffer",
+    "writes before": "a signal|a byte beside a buffer",
+    "reads beyond": "a signal",
+    "depends on what was there": "exl3_gather_rows",
+    "writes between rows": "exl3_linear",
+    "differs by instruction set": "scalar code differs",
+}
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that does wrong before the installed one."""
+    made = tmp_path_factory.mktemp("abi") / "faulty.so"
+    source = Path(__file__).parents[1] / "fuzz" / "abi_faults.cpp"
+    subprocess.run(["g++", "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(made), "-ldl"], check=True)
+    return made
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_calls_that_do_wrong_are_found(fault: str, caller: Path, faulty: Path) -> None:
+    done = run(caller, inputs=20_000, FAULT=fault, LD_PRELOAD=str(faulty))
+    assert re.search(f"FOUND: ({FAULTS[fault]})", done.report or ""), done.report
+    assert done.found_by is not None
+    again = run(caller, inputs=1, first=done.found_by, FAULT=fault, LD_PRELOAD=str(faulty))
+    assert again.found_by == done.found_by, "an input does the same whatever was called before it"
+
+
+@pytest.mark.slow
+def test_a_share_of_the_calls_under_sanitizers() -> None:
+    done = run(build(Path(".cache/fuzz/abi")), inputs=200_000, seed=4)
+    assert done.report is None, done.report
+    assert done.calls > 200_000
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang")
-def test_a_share_of_the_calls_under_sanitizers(tmp_path: Path) -> None:
-    program = build(Path(".cache/fuzz/abi"))
-    assert run(program, tmp_path, inputs=200_000).inputs == 200_000
+def test_a_share_of_the_calls_that_libfuzzer_chooses(tmp_path: Path) -> None:
+    done = run_guided(build(Path(".cache/fuzz/abi"), guided=True), tmp_path, inputs=100_000)
+    assert done.report is None, done.report
+    assert done.inputs == 100_000

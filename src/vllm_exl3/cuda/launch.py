@@ -256,6 +256,8 @@ class _Program:
             out.stride(0),
             stream,
         )
+        if status < 0:  # EXL3_BAD_PROGRAM
+            raise DriverError(f"{self.label}: {launcher.exl3_error_text(status).decode()}")
         if status:
             raise DriverError(f"{self.label}: the driver's status is {status}")
 
