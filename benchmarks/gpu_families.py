@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Families whose classes vLLM has on GPUs only: logits of a tiny random pack and of its decoded twin, on one GPU.
 
-    python benchmarks/gpu_families.py [NAME ...] [--seconds 150] [--out FILE]
+    python benchmarks/gpu_families.py [NAME ...] [--seconds 150] [--out FILE] [--logs FOLDER]
 
 Every row of ``tests/families/gpu_rows.py`` is served in a process of its own, six at once, and gets a line as it ends:
 the relative error of all logits and that of the worst position, or where it stopped (``writing`` the pack, serving the
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,7 +96,9 @@ def _why(error: BaseException) -> Row:
     return {
         "outcome": "refused" if refusal is not None else "fault",
         "reason": f"{type(first).__name__}: {first}"[:1500],
-        "places": [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}" for frame in frames],
+        "places": [
+            f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}: {frame.line}" for frame in frames
+        ],
     }
 
 
@@ -146,8 +149,8 @@ class Job:
         return {"reason": " | ".join(lines[-3:])[-900:], "status": self._process.returncode}
 
 
-def run(names: list[str], seconds: float) -> Iterator[Row]:
-    """Compare rows and give each as it ends."""
+def run(names: list[str], seconds: float, logs: Path | None) -> Iterator[Row]:
+    """Compare rows and give each as it ends; what engines log is copied to ``logs``."""
     from tests.gpu.run import environment
 
     deadline = time.monotonic() + seconds
@@ -170,6 +173,10 @@ def run(names: list[str], seconds: float) -> Iterator[Row]:
         finally:
             for job in running:
                 job.ended(0)
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                for log in folder.glob("*.log"):
+                    shutil.copy(log, logs)
     for name in left:
         yield {"name": name, "outcome": "not begun", "reason": f"{seconds:g} s were over"}
 
@@ -207,6 +214,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="rows; all without")
     parser.add_argument("--seconds", type=float, default=150, help="for all of them")
     parser.add_argument("--out", type=Path, default=OUT, help="results file")
+    parser.add_argument("--logs", type=Path, help="a folder for what the engines log")
     parser.add_argument("--here", nargs=3, metavar=("NAME", "FOLDER", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
@@ -223,7 +231,8 @@ def main() -> int:
     rows = [{"name": name, "outcome": "left out", "reason": reasons[name]} for name in names if reasons[name]]
     for row in rows:
         print(line(row), flush=True)
-    for row in run([name for name in names if not reasons[name]], arguments.seconds - (time.monotonic() - began)):
+    left = arguments.seconds - (time.monotonic() - began)
+    for row in run([name for name in names if not reasons[name]], left, arguments.logs):
         print(line(row), flush=True)
         rows.append(row)
     names = [row["name"] for row in rows]
