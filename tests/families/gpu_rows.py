@@ -208,6 +208,7 @@ GPU = (
                 "linear_key_head_dim": 128,
                 "linear_value_head_dim": 128,
                 "layer_types": ["linear_attention", "indexed_attention"],
+                "output_gate_type": "silu",
                 "hc_count": 4,
                 "hc_lowrank": 64,
                 "indexer_n_heads": 4,
