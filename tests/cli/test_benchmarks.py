@@ -35,6 +35,7 @@ for script in scripts:
 
 MEASURING = {
     "gpu_embedding.py": ["--time"],
+    "gpu_families.py": [],
     "gpu_gemm.py": ["--time"],
     "gpu_kv.py": [],
     "gpu_kv_serve.py": ["speed", "int4"],

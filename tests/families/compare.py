@@ -1,9 +1,13 @@
-"""Serves a family's pack and its twin, one after the other, in stock vLLM on a CPU, and compares what they compute."""
+"""Serves a family's pack and its twin, one after the other, in stock vLLM, and compares what they compute."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from vllm import LLM
 
 from tests.families.family import Family, write
 from tests.families.vision import Vision, picture
@@ -38,11 +42,17 @@ class Compared:
     report: str
 
 
-def compare(family: Family, folder: Path) -> Compared:
-    """Write, serve and compare one row of the table."""
+def compare(family: Family, folder: Path, start: Callable[..., AbstractContextManager[LLM]] = engine) -> Compared:
+    """Write, serve and compare one row of the table.
+
+    Args:
+        family: the row.
+        folder: where pack and twin are written.
+        start: starts an engine for a folder with vLLM's options.
+    """
     pack, twin = write(family, folder)
-    expected, theirs, _ = _run(twin, family)
-    found, ours, report = _run(pack, family)
+    expected, theirs, _ = _run(twin, family, start)
+    found, ours, report = _run(pack, family, start)
     worst = max(_error(one, other) for one, other in zip(found, expected, strict=True))
     return Compared(_error(found, expected), worst, family.bound or BOUND, theirs == ours, report)
 
@@ -58,9 +68,9 @@ def _prompt(vision: Vision | None) -> Prompt:
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(vision)}}
 
 
-def _run(folder: Path, family: Family) -> tuple[torch.Tensor, list[list[int]], str]:
+def _run(folder: Path, family: Family, start: Callable[..., Any]) -> tuple[torch.Tensor, list[list[int]], str]:
     before = len(reports())
-    with engine(folder, **family.options) as llm:
+    with start(folder, **family.options) as llm:
         prompt = _prompt(family.vision)
         logits = logits_of(llm, prompt).double()
         tokens = generate(llm, [prompt], _NEW)

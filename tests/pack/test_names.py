@@ -192,6 +192,29 @@ def test_packed_names_join_without_stray_dots(
     assert _keys(NameResolver(pack_of(*keys), packed_modules={fused: names}), prefix) == keys
 
 
+KDA = ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"]
+"""Kimi's, as vLLM's class maps them, whether the gate is of full rank or not."""
+
+
+@pytest.mark.parametrize(
+    ("fused", "mapped", "stored"),
+    [
+        ("in_proj_qkvgfab", KDA, KDA),
+        ("in_proj_qkvgfab", KDA, ["q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"]),
+        ("in_proj_qkvbfg_a", [], [*KDA, "g_a_proj"]),
+        ("wk_weights_proj", [], ["wk", "weights_proj"]),
+        ("down_inject", ["down", "inject", "_padding"], ["down", "inject"]),
+    ],
+    ids=["Kimi Linear", "Kimi K3", "GLM-5.3", "an indexer", "rows that only align"],
+)
+def test_fused_attention_of_single_families(
+    pack_of: MakePack, fused: str, mapped: list[str], stored: list[str]
+) -> None:
+    keys = [f"model.layers.0.self_attn.{name}" for name in stored]
+    resolver = NameResolver(pack_of(*keys), packed_modules={fused: mapped} if mapped else {})
+    assert _keys(resolver, f"model.layers.0.self_attn.{fused}") == keys
+
+
 @pytest.mark.parametrize(
     ("key", "prefix"),
     [

@@ -1,5 +1,6 @@
 """Layers that a pack keeps in its source model's format: who serves them, and what is refused."""
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor.utils import set_weight_attrs
 
 from tests.serving.conftest import Tensors, golden_logits, relative_error
 from tests.serving.engine import engine, logits_of, model_of
+from tests.tiny_pack import llama
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import Codebook
@@ -301,3 +306,55 @@ def test_every_expert_in_the_source_format_has_its_scales(
     else:
         with pytest.raises(Exl3PackError, match=named):
             source.check(pack, lambda name: name)
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared", "expected"),
+    [
+        ({"non_routed_quantization": BLOCKS}, False, [32, 32]),
+        ({"non_routed_quantization": BLOCKS}, True, None),
+        ({"non_routed_quantization": BLOCKS, "non_routed_dtype_policy": "bf16_as_stored"}, False, None),
+        ({"non_routed_quantization": SOURCE}, False, None),
+        ({}, False, None),
+    ],
+    ids=["in blocks", "EXL3 shared experts", "as stored", "a format without", "no format"],
+)
+def test_blocks_of_the_source_format_are_those_that_deepseeks_classes_read(
+    keys: dict[str, Any], shared: bool, expected: list[int] | None, tmp_path: Path
+) -> None:
+    """V4.1's class names scales by them: those of layers in blocks of 32 end in weight_scale."""
+    draft = llama()
+    assert draft.config is not None
+    draft.config["quantization_config"].update(keys)
+    draft.sidecar = None
+    if shared:
+        draft.add_linear("model.layers.0.mlp.shared_experts.up_proj", 128, 128)
+    folder = draft.write(tmp_path / "pack")
+    config = Exl3Config.from_config(draft.config["quantization_config"])
+    assert shared or config.weight_block_size == expected  # vLLM reads it before the pack is named, too
+    config.source = str(folder)
+    assert config.weight_block_size == expected
+    model = importlib.import_module("vllm.models.deepseek_v41.nvidia.model")
+    name = model._linear_scale_param_name(SimpleNamespace(quant_config=config), "fp4")
+    assert name == ("weight_scale" if expected else "weight_scale_inv")
+
+
+@pytest.mark.parametrize(("family", "experts"), [("deepseek_v4", Mxfp4MoEMethod), ("llama", Fp8MoEMethod)])
+def test_fp8_of_a_deepseek_v4_has_experts_in_fp4(family: str, experts: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts keep them when ``mtp_experts`` is ``source``; any other model's fp8 experts are fp8."""
+    built: list[type] = []
+    for method in (Mxfp4MoEMethod, Fp8MoEMethod):
+        monkeypatch.setattr(method, "__init__", lambda self, *_, **__: built.append(type(self)))
+    current = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=family)))
+    for path in (delegate, importlib.import_module("vllm.models.deepseek_v4.quant_config")):
+        monkeypatch.setattr(path, "get_current_vllm_config_or_none", lambda: current, raising=False)
+        monkeypatch.setattr(path, "get_current_vllm_config", lambda: current, raising=False)
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = SimpleNamespace()  # type: ignore[assignment]
+    source = SourceFormat({"non_routed_quantization": BLOCKS, "mtp_experts": "source"}, "pack")
+    assert isinstance(source.experts(layer, "model.layers.9.ffn.experts", [], {}), experts)
+    assert built == [experts]

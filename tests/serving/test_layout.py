@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -25,7 +26,7 @@ def stored(name: str, *shape: int, dtype: str = "I16") -> StoredTensor:
 
 def exl3_part(key: str, rows: int, columns: int, half_bits: int = 8, codebook: Codebook = Codebook.MUL1) -> Part:
     rows, columns = (-(-size // BLOCK) * BLOCK for size in (rows, columns))
-    linear = StoredLinear(
+    made = StoredLinear(
         key,
         half_bits,
         codebook,
@@ -37,7 +38,7 @@ def exl3_part(key: str, rows: int, columns: int, half_bits: int = 8, codebook: C
         None,
         stored(f"{key}.mul1", dtype="I32"),
     )
-    return Part(key, linear, None)
+    return Part(key, made, None)
 
 
 def dense_part(key: str, rows: int, columns: int) -> Part:
@@ -56,6 +57,25 @@ def on_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return pretend
 
 
+def kda_of_kimi(*args: Any, **options: Any) -> torch.nn.Module:
+    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _KimiGDNMergedColumnParallelLinear
+
+    return _KimiGDNMergedColumnParallelLinear(*args, **options)
+
+
+def kda_of_glm(*args: Any) -> torch.nn.Module:
+    from vllm.models.glm5next.common.kda import _Glm5NextMergedColumnParallelLinear
+
+    return _Glm5NextMergedColumnParallelLinear(*args, bias=False)
+
+
+def indexer_of_qwen(*args: Any) -> torch.nn.Module:
+    from vllm.models.qwen4_exp.nvidia import model, qsa  # the first imports the other
+
+    assert model
+    return qsa.Qwen4ExpQSAQKVIndexerLinear(*args)
+
+
 LAYERS: dict[str, tuple[Callable[[], Any], list[tuple[Any, int]]]] = {
     "column": (lambda: ColumnParallelLinear(64, 384, bias=False), [(None, 384)]),
     "row": (lambda: RowParallelLinear(384, 192, bias=False), [(None, 192)]),
@@ -67,6 +87,22 @@ LAYERS: dict[str, tuple[Callable[[], Any], list[tuple[Any, int]]]] = {
     "wide values": (
         lambda: QKVParallelLinear(64, 16, 8, 4, bias=False, v_head_size=32),
         [("q", 128), ("k", 64), ("v", 128)],
+    ),
+    "KDA of Kimi": (
+        lambda: kda_of_kimi(64, [64, 64, 64, 8, 48], 4, linear.get_tensor_model_parallel_world_size(), bias=False),
+        [(0, 64), (1, 64), (2, 64), (3, 8), (4, 48)],
+    ),
+    "KDA of GLM-5.3": (
+        lambda: kda_of_glm(64, [64, 64, 64, 8, 48, 16], (4, 5), linear.get_tensor_model_parallel_world_size()),
+        [(0, 64), (1, 64), (2, 64), (3, 8), (4, 48), (5, 16)],
+    ),
+    "indexer of Qwen3.8": (
+        lambda: indexer_of_qwen(QKVParallelLinear(64, 16, 8, 2, bias=False), 48, None),
+        [(0, 128), (1, 32), (2, 32), (3, 48)],
+    ),
+    "indexer of MiniMax-M3": (
+        lambda: linear.MinimaxM3QKVParallelLinearWithIndexer(64, 16, 8, 2, 2, 16),
+        [("q", 128), ("k", 32), ("v", 32), ("index_q", 32), ("index_k", 16)],
     ),
 }
 

@@ -1,10 +1,14 @@
 """Stored parts whose names a model class would not load: they go to their layer past the class' loader."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.serving import whole_model
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.whole_model import OtherNames
 
@@ -41,3 +45,38 @@ def test_parts_that_the_class_does_not_know_go_to_their_layer(mapping: dict[str,
 def test_names_that_the_class_knows_are_left_to_it(mapping: dict[str, list[str]], keys: tuple[str, ...]) -> None:
     left, given = others(mapping, keys)
     assert len(left) == len(keys) + 1 and not given
+
+
+def no_such_name(name: str, tensor: torch.Tensor) -> None:
+    raise KeyError(name.replace("key_value", "k_proj"))
+
+
+def cut_by_rows(name: str, tensor: torch.Tensor) -> None:
+    tensor.view(3, -1)
+
+
+@pytest.mark.parametrize("stop", [no_such_name, cut_by_rows])
+@pytest.mark.parametrize("leaf", ["trellis", "svh", "weight"])
+def test_a_loader_that_stops_at_an_exl3_tensor_is_told_by_it(
+    stop: Callable[[str, torch.Tensor], None], leaf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own message names neither the tensor nor what to do; a fault in something else stays as it is."""
+    plain: Any = SimpleNamespace(mark=lambda: None, stream=lambda weights: weights, check_loaded=lambda: None)
+    monkeypatch.setattr(whole_model, "DecodedModules", lambda *_: plain)
+    key = "model.layers.0.self_attn.key_value"
+    config: Any = SimpleNamespace(
+        source="pack", pack=SimpleNamespace(linears={key: None}), verify_names=lambda: None, packed_modules_mapping={}
+    )
+
+    def load_weights(model: torch.nn.Module, weights: Any) -> None:
+        for name, tensor in weights:
+            if name.startswith(key):
+                stop(name, tensor)
+
+    tensors = [("model.norm.weight", torch.ones(4)), (f"{key}.{leaf}", torch.ones(4, 4))]
+    expected = (KeyError, RuntimeError) if leaf == "weight" else Exl3PackError
+    with pytest.raises(expected) as caught:
+        whole_model._load(load_weights, torch.nn.Linear(1, 1), config, iter(tensors), (), {})
+    if leaf != "weight":
+        assert f"{key}.{leaf}, at which Linear.load_weights stopped" in str(caught.value)
+        assert f"keeps {key} in 16 bits" in str(caught.value)

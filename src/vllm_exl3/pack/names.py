@@ -19,6 +19,7 @@ from vllm_exl3.pack.spelling import (
     EMBEDDING_NAMES,
     HEAD_NAMES,
     SPLITS,
+    WITH_GATE,
     canonical,
     is_head_name,
     is_outside_layers,
@@ -234,11 +235,15 @@ class NameResolver:
 
     def _fusions(self, prefix: str) -> Iterator[tuple[str, ...]]:
         """Full names of the parts that ``prefix`` may be stored as, vLLM's own mapping first."""
+        base, dot, leaf = prefix.rpartition(".")
+        gate, gated = WITH_GATE.get(leaf, ("", ()))
+        if gate and self._unique(base + dot + gate) is not None:
+            yield tuple(base + dot + name for name in gated)
         for fused, names in self._packed.items():
             if prefix == fused or prefix.endswith(f".{fused}"):
-                base = prefix[: -len(fused)]
-                yield tuple(base + name for name in names)
-        base, dot, leaf = prefix.rpartition(".")
+                start = prefix[: -len(fused)]
+                # vLLM calls rows that only align the others by a name with an underscore; no checkpoint has them.
+                yield tuple(start + name for name in names if not name.startswith("_"))
         for split in SPLITS.get(leaf, ()):
             yield tuple(base + dot + name for name in split)
 

@@ -11,6 +11,7 @@ __all__ = [
     "HEAD_NAMES",
     "SPLITS",
     "TOWER",
+    "WITH_GATE",
     "canonical",
     "is_embedding_name",
     "is_head_name",
@@ -37,10 +38,17 @@ SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
     "in_proj_ba": (("in_proj_b", "in_proj_a"),),
     "fused_qkv_a_proj": (("q_a_proj", "kv_a_proj_with_mqa"),),
+    "in_proj_qkvbfg_a": (("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),),
+    "wk_weights_proj": (("wk", "weights_proj"),),
     "fused_wqa_wkv": (("wq_a", "wkv"),),
     "fused_wkv_wgate": (("wkv", "wgate"),),
 }
 """Unfused names that exllamav3 stores where the source model, and so vLLM's class, has a fused one."""
+
+WITH_GATE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "in_proj_qkvgfab": ("g_proj", ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")),
+}
+"""Fused modules of other parts than vLLM's mapping says where one more of them is stored: Kimi K3's full-rank gate."""
 
 _NUMBERED = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 

@@ -311,6 +311,16 @@ class Exl3Config(QuantizationConfig):
         if not names.draft:
             check_tables_claimed(self.pack, self.claimed, elsewhere)
 
+    @property
+    def weight_block_size(self) -> list[int] | None:
+        """That of the format of the layers that are not EXL3, which some model classes read here; None without one."""
+        if self.source is None:
+            return SourceFormat(self.raw, "the pack").weight_block_size
+        # A class that fills shared experts up to whole blocks would do so to a trellis.
+        if any(".shared_expert" in key for key in self.pack.linears):
+            return None
+        return self.source_format().weight_block_size
+
     def source_format(self) -> SourceFormat:
         """The format that the pack declares for what is not EXL3."""
         if self._source_format is None:

@@ -20,7 +20,8 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import StoredLinear, pad_to_block
 from vllm_exl3.pack.wording import byte_size
-from vllm_exl3.serving.layout import Layout, Output
+from vllm_exl3.serving.fused import padding_outputs
+from vllm_exl3.serving.layout import Layout, Output, layer_outputs
 from vllm_exl3.serving.loading import (
     SCALES_OF_SIGNS,
     check_loaded_marker,
@@ -101,7 +102,7 @@ class DecodedModules:
         """Spoil one value of every row, which `check_loaded` finds again where the model's loader left rows out."""
         for module in self._modules.values():
             if _holds_nan(module.weight):
-                module.weight.data[:, 0] = torch.nan
+                module.weight.data[: _filled_rows(module), 0] = torch.nan
 
     def check_loaded(self) -> None:
         """Refuse a model whose loader let a decoded weight fall by the wayside.
@@ -113,7 +114,7 @@ class DecodedModules:
             weight = module._parameters.get("weight")
             if weight is None or weight.dim() != 2 or not _holds_nan(weight):
                 continue
-            if torch.isnan(weight[:, 0]).any():
+            if torch.isnan(weight[: _filled_rows(module), 0]).any():
                 raise Exl3PackError(
                     found="rows that vLLM's loader wrote nothing into",
                     expected="the decoded weight of every stored part",
@@ -217,8 +218,17 @@ def _check_slices(target: _Target, where: str) -> None:
         )
 
 
+def _filled_rows(module: torch.nn.Module) -> int:
+    """Rows of a module's weight on this rank that the checkpoint fills; others are there to align."""
+    if padding := padding_outputs(module):
+        return int(sum(module.output_partition_sizes[:-padding]))
+    return int(module.weight.shape[0])
+
+
 def _sizes(module: torch.nn.Module) -> tuple[list[int], int]:
     """Output channels of each of a module's outputs, and its input channels, over all ranks."""
     if isinstance(module, LinearBase):
-        return getattr(module, "output_sizes", None) or [module.output_size], module.input_size
+        sizes = getattr(module, "output_partition_sizes", None) or [module.output_size]
+        totals = [output.total for output in layer_outputs(module, sizes, module.output_size)]
+        return totals[: len(totals) - padding_outputs(module)], module.input_size
     return [module.out_features], module.in_features

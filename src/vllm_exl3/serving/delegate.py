@@ -9,12 +9,13 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization import QuantizationMethods, get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.models.utils import WeightsMapper
 
@@ -31,6 +32,7 @@ logger = logging.getLogger("vllm.exl3")
 _FLOATS = ("F16", "BF16", "F32")
 
 _AS_STORED = "bf16_as_stored"
+_DEEPSEEK_V4 = "deepseek_v4_fp8"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.layers\.(\d+)\.")
 
@@ -125,6 +127,18 @@ class SourceFormat:
             self._unlisted.append(prefix)
         return bool(plain) or listed
 
+    @property
+    def weight_block_size(self) -> list[int] | None:
+        """Rows and columns that share a scale in the declared format, or None where it has none or is not used.
+
+        Classes of DeepSeek V4 and of a few others read it of the configuration that serves the model: to name the
+        scales of a checkpoint, and to fill shared experts up to whole blocks.
+        """
+        size = (self._spec or {}).get("weight_block_size")
+        if self._policy == _AS_STORED or not isinstance(size, Sequence) or isinstance(size, str):
+            return None
+        return [int(value) for value in size]
+
     def check(self, pack: Pack, map_name: Callable[[str], str]) -> None:
         """Once the model is built: every scale that a delegated layer wants must be stored.
 
@@ -168,7 +182,7 @@ class SourceFormat:
         if self._delegate is None:
             name = self._name()
             try:
-                self._delegate = get_quantization_config(name).from_config(dict(self._spec or {}))
+                self._delegate = _served_as(name, dict(self._spec or {})).from_config(dict(self._spec or {}))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise self._fault(
                     f"non_routed_quantization {self._spec!r}",
@@ -199,6 +213,24 @@ class SourceFormat:
         self, found: str, expected: str, remedy: str = "Correct quantization_config in config.json."
     ) -> Exl3PackError:
         return Exl3PackError(found=found, expected=expected, where=self._where, remedy=remedy)
+
+
+def _served_as(name: str, spec: Mapping[str, Any]) -> type[QuantizationConfig]:
+    """The configuration class that vLLM would choose for a checkpoint of this model in this format.
+
+    DeepSeek V4's checkpoints declare fp8 and hold experts in fp4, which a class of their own tells from config.json.
+
+    Args:
+        name: the declared method.
+        spec: the declared block.
+    """
+    current = get_current_vllm_config_or_none()
+    model = current.model_config if current is not None else None
+    if name == "fp8" and model is not None and _DEEPSEEK_V4 in get_args(QuantizationMethods):
+        own = get_quantization_config(_DEEPSEEK_V4)
+        if own.override_quantization_method(dict(spec), None, hf_config=model.hf_config) is not None:
+            return own
+    return get_quantization_config(name)
 
 
 def says_plain(pack: Pack, modules: Sequence[tuple[str, StoredTensor | None]]) -> bool | None:

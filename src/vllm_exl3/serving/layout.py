@@ -15,6 +15,7 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.pack.stored import BLOCK, Codebook, StoredLinear, pad_to_block
 from vllm_exl3.plan.partition import Piece, piece
+from vllm_exl3.serving.fused import whole_outputs
 
 __all__ = ["DenseSlot", "Layout", "Output", "Slot", "layer_outputs"]
 
@@ -225,13 +226,14 @@ def layer_outputs(layer: torch.nn.Module, sizes: Sequence[int], total: int) -> l
     rank, ranks = layer.tp_rank, layer.tp_size
     if sum(sizes) == total:  # one rank, or a layer that is not split along its outputs
         return [Output(size, 0, size) for size in sizes]
-    if not hasattr(layer, "num_kv_head_replicas"):
-        return [Output(size * ranks, rank * size, size) for size in sizes]
+    whole = whole_outputs(layer)
     # Query heads are split; key and value heads are too, until there are fewer than ranks: then each is repeated.
-    replicas = layer.num_kv_head_replicas
-    query, *others = sizes
-    outputs = [Output(query * ranks, rank * query, query)]
-    outputs += [Output(size * ranks // replicas, rank // replicas * size, size) for size in others]
+    replicas = getattr(layer, "num_kv_head_replicas", 1)
+    outputs = []
+    for index, size in enumerate(sizes):
+        copies = 1 if index == 0 else replicas
+        split = Output(size * ranks // copies, rank // copies * size, size)
+        outputs.append(Output(size, 0, size) if index in whole else split)
     return outputs
 
 

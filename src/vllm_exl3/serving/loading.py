@@ -114,7 +114,9 @@ def check_shape(stored: StoredTensor, loaded: torch.Tensor) -> None:
             found=f"shape {list(loaded.shape)}",
             expected=f"{list(stored.shape)}, as its header said when the pack was opened",
             where=f"{stored.file}, {stored.name}",
-            remedy="The pack changed since, or another revision was downloaded; start again, with --revision.",
+            remedy="The pack changed since, or another revision was downloaded; start again, with --revision. If "
+            "neither is so, vLLM's class cuts or fills up this tensor while loading, which it cannot do to a trellis: "
+            "use a pack that keeps this layer in 16 bits.",
         )
 
 

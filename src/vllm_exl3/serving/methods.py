@@ -10,6 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.serving.delegate import plain_experts, says_plain
+from vllm_exl3.serving.fused import padding_outputs
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.plain_layers import wants_a_matrix
@@ -24,17 +25,17 @@ __all__ = ["experts_method", "linear_method", "why_dense"]
 _DECLARED = "in the format that non_routed_quantization declares"
 
 
-def _needs_a_matrix(config: "Exl3Config", prefix: str) -> bool:
-    """True where code of vLLM or transformers reads the layer's ``weight`` past its method."""
+def _needs_a_matrix(config: "Exl3Config", layer: LinearBase, prefix: str) -> bool:
+    """True where code of vLLM or transformers reads or fills the layer's ``weight`` past its method."""
     current = get_current_vllm_config_or_none()
-    return wants_a_matrix(config.pack.config, prefix) or reads_matrix(current, prefix)
+    return bool(padding_outputs(layer)) or wants_a_matrix(config.pack.config, prefix) or reads_matrix(current, prefix)
 
 
 def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> QuantizeMethodBase:
     """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
     resolution = config.names().resolve(prefix)
     parts = resolution.parts if resolution is not None else ()
-    if any(part.slices for part in parts) or (parts and _needs_a_matrix(config, prefix)):
+    if any(part.slices for part in parts) or (parts and _needs_a_matrix(config, layer, prefix)):
         return UnquantizedLinearMethod()  # which `DecodedModules` finds once the model is built
     config.claimed.update(part.key for part in parts)
     if any(part.linear is not None for part in parts):

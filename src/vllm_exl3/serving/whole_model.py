@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.model_loader.utils import get_model_cls
 
+from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.spelling import is_head_name
 from vllm_exl3.serving.decoding import DecodedModules
 from vllm_exl3.serving.loading import SCALES_OF_SIGNS
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OtherNames", "watch_loading"]
 
+_LEAVES = frozenset(("trellis", *SCALES_OF_SIGNS, *SCALES_OF_SIGNS.values(), "mcg", "mul1"))
 _WRAPPED = "_vllm_exl3_wrapped"
 _DECODED = "_vllm_exl3_decoded"
 
@@ -64,9 +66,49 @@ def _load(
     config.verify_names()
     split = OtherNames(config, model)
     decoded.mark()
-    loaded = stock(model, split.others(decoded.stream(weights)), *args, **kwargs)
+    handed = _Handed(config, split.others(decoded.stream(weights)))
+    try:
+        loaded = stock(model, handed, *args, **kwargs)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        handed.explain(type(model).__name__, error)
+        raise
     decoded.check_loaded()
     return loaded | split.loaded if isinstance(loaded, set) else loaded
+
+
+class _Handed:
+    """What the class' loader is given, so that a fault in it can be told by the tensor that it had in hand.
+
+    Args:
+        config: the model's quantization config.
+        weights: names and tensors.
+    """
+
+    def __init__(self, config: "Exl3Config", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._config = config
+        self._weights = iter(weights)
+        self._last = ""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            self._last = name
+            yield name, tensor
+
+    def explain(self, model_class: str, error: Exception) -> None:
+        """Say which EXL3 tensor vLLM's loader failed on, where it was one.
+
+        Raises:
+            Exl3PackError: it was.
+        """
+        key, _, leaf = self._last.rpartition(".")
+        if leaf in _LEAVES and key in self._config.pack.linears:
+            raise Exl3PackError(
+                found=f"{self._last}, at which {model_class}.load_weights stopped ({type(error).__name__}: {error})",
+                expected="a loader that hands the tensors of an EXL3 linear to their layer as they are stored",
+                where=str(self._config.source),
+                remedy=f"vLLM's class changes or looks for tensors of this name in its own way. Use a pack that keeps "
+                f"{key} in 16 bits, and report this with the output of `vllm-exl3 inspect`.",
+            ) from error
 
 
 def _config_of(model: torch.nn.Module) -> "Exl3Config | None":
