@@ -20,7 +20,7 @@ SOURCES := pyproject.toml README.md CMakeLists.txt $(shell find src csrc build_s
 export PIP_NO_INPUT := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-avx2 test-versions fuzz soak lint format quick wheels wheels-aarch64 docs setup
+.PHONY: help demo test test-all test-avx2 test-versions fuzz soak lint format quick wheels wheels-aarch64 docs report setup
 .PHONY: clean distclean lock sbom audit
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make lint       ruff (rules and format) and mypy"
 	@echo "make format     let ruff format and fix"
 	@echo "make docs       write the generated pages of docs/"
+	@echo "make report     draw all committed measurements in one page, build/report.html"
 	@echo "make clean      remove build products; make distclean removes .venv too"
 
 demo: $(PROJECT_READY)
@@ -97,6 +98,9 @@ docs: $(PROJECT_READY)
 	$(PY) scripts/plan_rates.py
 	$(PY) scripts/plan_pages.py
 	$(PY) scripts/reliability_page.py
+
+report: $(PROJECT_READY)
+	$(PY) scripts/report.py build/report.html
 
 setup: $(PROJECT_READY)
 

@@ -133,7 +133,7 @@ def test_the_demo_writes_a_pack_like_exllamav3_does(
         recipe=Recipe(),
         encode=random_encoder,
         extra_files=tokenizer_files(metadata),
-        progress=lambda key, weights: seen.update({key: seen.get(key, 0) + weights}),
+        progress=lambda weights, key: seen.update({key: seen.get(key, 0) + weights}),
     )
 
     pack = Pack.open(folder)

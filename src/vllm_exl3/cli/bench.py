@@ -1,27 +1,34 @@
-"""``vllm-exl3 bench``: how fast the kernels are on this machine's GPU, beside cuBLAS and the limit."""
+"""``vllm-exl3 bench``: how fast kernels and servers are on this machine. Here: linears, beside cuBLAS and the limit."""
 
+import itertools
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_exl3.cli.bench_kv import kv
 from vllm_exl3.cli.bench_moe import moe
+from vllm_exl3.cli.bench_output import BaselineOption, JsonOption, RoundsOption, finish, read_baseline
+from vllm_exl3.cli.bench_serve import load, serve
 
 if TYPE_CHECKING:
     from vllm_exl3.pack.stored import Codebook
 
 __all__ = ["bench", "bit_rates", "code_of"]
 
-bench = typer.Typer(help="Measure kernels on this machine's GPU.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure kernels on this machine's GPU, and servers and loading on any machine.", no_args_is_help=True
+)
 
 
 @bench.callback()
 def _bench() -> None:
-    """Measure kernels on this machine's GPU."""
+    """Measure kernels on this machine's GPU, and servers and loading on any machine."""
 
 
 bench.command()(kv)
 bench.command()(moe)
+bench.command()(load)
+bench.command()(serve)
 
 
 @bench.command()
@@ -33,6 +40,9 @@ def linear(
     bits: Annotated[list[float] | None, typer.Option(help="Bits a weight, repeatable. Default: 4.")] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Tokens, repeatable. Default: 1, 4, 16, 64.")] = None,
     codebook: Annotated[str, typer.Option(help="mul1, mcg or 3inst.")] = "mul1",
+    rounds: RoundsOption = 3,
+    json_file: JsonOption = None,
+    baseline_file: BaselineOption = None,
 ) -> None:
     """Time whole linears (transform, GEMM, Hadamards, cast) in replayed CUDA graphs over rotating weights."""
     import torch
@@ -44,25 +54,33 @@ def linear(
     if min(counts) < 1:
         raise typer.BadParameter(f"{min(counts)}: expected at least 1", param_hint="--rows")
     sizes = [_size(text) for text in shape or ["4096x4096", "4096x14336", "14336x4096"]]
+    baseline = read_baseline(baseline_file)
     if (reason := unavailable()) is not None:
         typer.echo(f"The CUDA kernels cannot run here: {reason}", err=True)
         raise typer.Exit(1)
     from vllm_exl3.cuda.timing import cublas_us, limit_us, linear_us
+    from vllm_exl3.tools.compare import measured
 
     typer.echo(
         f"{torch.cuda.get_device_name()}   µs a linear; limit: what reading, decoding or multiplying alone takes"
     )
-    for size in sizes:
+    results = []
+    for size, count in itertools.product(sizes, counts):
         text = f"{size[0]}x{size[1]}"
-        for count in counts:
-            dense = cublas_us(size, count)
-            for rate in rates:
-                cell = size, round(2 * rate), code, count
-                us = linear_us(*cell)
-                typer.echo(
-                    f"{text:>12s} {codebook} K={rate:<4g} M={count:<4d} {us:8.2f}  "
-                    f"limit {limit_us(*cell):7.2f}  cuBLAS bf16 {dense:8.2f}  {dense / us:.2f}×"
-                )
+        identity = {"in": size[0], "out": size[1], "m": count}
+        dense = measured("us", (cublas_us(size, count) for _ in range(rounds)))
+        results.append({"kernel": "cublas_bf16", **identity, **dense})
+        for rate in rates:
+            cell = size, round(2 * rate), code, count
+            times = measured("us", (linear_us(*cell) for _ in range(rounds)))
+            limit = limit_us(*cell)
+            row = {"kernel": "native", **identity, "bits": rate, "codebook": codebook, **times, "limit_us": limit}
+            results.append(row)
+            typer.echo(
+                f"{text:>12s} {codebook} K={rate:<4g} M={count:<4d} {row['us']:8.2f}  "
+                f"limit {limit:7.2f}  cuBLAS bf16 {dense['us']:8.2f}  {dense['us'] / row['us']:.2f}×"
+            )
+    finish(results, json_file, baseline, gpu=True)
 
 
 def code_of(label: str) -> "Codebook":

@@ -1,9 +1,11 @@
 """``vllm-exl3 bench kv``: attention over long contexts with an int4 KV cache, beside vLLM's own kernels and fp8."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from vllm_exl3.cli.bench_output import BaselineOption, JsonOption, RoundsOption, finish, read_baseline
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.kv_bench import Caches, Shape
@@ -26,6 +28,9 @@ def kv(
     ] = 0,
     decode: Annotated[str, typer.Option(help="Cuts to time, such as 64,4,16:64,4,32, or auto.")] = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
+    rounds: RoundsOption = 3,
+    json_file: JsonOption = None,
+    baseline_file: BaselineOption = None,
 ) -> None:
     """Time one layer's decoding and a prefill chunk of up to 1024 tokens, each with its error against float64."""
     import torch
@@ -46,6 +51,7 @@ def kv(
         raise typer.BadParameter(
             f"{q_heads} query and {kv_heads} KV heads of {head_size}: expected a multiple of the KV heads, and of 8"
         )
+    baseline = read_baseline(baseline_file)
     if not torch.cuda.is_available():
         typer.echo("The int4 attention cannot be timed here: torch sees no CUDA GPU", err=True)
         raise typer.Exit(1)
@@ -59,6 +65,7 @@ def kv(
         f"{torch.cuda.get_device_name()}, {copy_bandwidth() / 1e12:.2f} TB/s   µs a layer of {q_heads} query and "
         f"{kv_heads} KV heads of {head_size}; batch {batch}"
     )
+    results: list[dict[str, Any]] = []
     for shape in shapes:
         limit = shape.nbytes(head_size + 8) / copy_bandwidth() * 1e6
         typer.echo(f"context {shape.context}: decoding {shape.query} token(s); int4's bytes take {limit:.1f} µs")
@@ -66,16 +73,27 @@ def kv(
             (f"int4, {text}", f"VLLM_EXL3_INT4_DECODE={text}", lambda cut=cut, shape=shape: caches.ours(shape, cut))  # type: ignore[misc]
             for text, cut in cuts
         ]
-        _table([*rows, *_others(caches, shape)])
+        cell = {
+            "context": shape.context,
+            "batch": batch,
+            "q_heads": q_heads,
+            "kv_heads": kv_heads,
+            "head_size": head_size,
+        }
+        decoding = {"subject": "decode", **cell, "query": shape.query}
+        results += [decoding | row for row in _table([*rows, *_others(caches, shape)], rounds)]
         chunk = Shape(shape.context, 1, min(_CHUNK, shape.context), *layer)
         typer.echo(f"context {shape.context}: prefill of its last {chunk.query} tokens")
-        _table(
+        found = _table(
             [
                 ("int4, FlashAttention", "VLLM_EXL3_INT4_FA_PREFILL=1", lambda: caches.ours(chunk)),  # noqa: B023
                 ("int4, Triton", "VLLM_EXL3_INT4_FA_PREFILL=0", lambda: caches.ours(chunk, flash=False)),  # noqa: B023
                 ("fp8, FlashAttention 3", None, lambda: caches.fp8_flash(chunk)),  # noqa: B023
-            ]
+            ],
+            rounds,
         )
+        results += [{"subject": "prefill", **cell, "query": chunk.query} | row for row in found]
+    finish(results, json_file, baseline, gpu=True)
 
 
 def _others(caches: "Caches", shape: "Shape") -> Iterator[_Row]:
@@ -84,17 +102,24 @@ def _others(caches: "Caches", shape: "Shape") -> Iterator[_Row]:
     yield "fp8, Triton", None, lambda: caches.fp8_triton(shape)
 
 
-def _table(rows: list[_Row]) -> None:
-    """Print what can be measured, and which setting is fastest of those that a variable selects."""
+def _table(rows: list[_Row], rounds: int) -> list[dict[str, Any]]:
+    """Print what can be measured, and which setting is fastest of those that a variable selects; returns rows."""
+    from vllm_exl3.tools.compare import measured
+
+    results: list[dict[str, Any]] = []
     best: tuple[float, str] | None = None
     for name, setting, run in rows:
         try:
-            us, error = run()
+            pairs = [run() for _ in range(rounds)]
         except Exception as fault:  # a backend that does not take the shape says so in many ways
             typer.echo(f"  {name:24s} not here: {type(fault).__name__}: {str(fault).splitlines()[0][:80]}")
             continue
+        times, error = measured("us", (pair[0] for pair in pairs)), pairs[0][1]
+        us = times["us"]
+        results.append({"kernel": name, **times, "error": error})
         typer.echo(f"  {name:24s} {us:10.1f} µs   error {error:.1e}")
         if setting is not None and (best is None or us < best[0]):
             best = us, setting
     if best is not None:
         typer.echo(f"  use {best[1]}")
+    return results

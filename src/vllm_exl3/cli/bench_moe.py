@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_exl3.cli.bench_output import BaselineOption, JsonOption, RoundsOption, finish, read_baseline
+
 __all__ = ["moe"]
 
 
@@ -17,6 +19,9 @@ def moe(
     ] = None,
     rows: Annotated[list[int] | None, typer.Option(help="Tokens, repeatable. Default: 1, 8, 64, 512, 4096.")] = None,
     codebook: Annotated[str, typer.Option(help="mul1, mcg or 3inst.")] = "mul1",
+    rounds: RoundsOption = 3,
+    json_file: JsonOption = None,
+    baseline_file: BaselineOption = None,
 ) -> None:
     """Time whole blocks (sorting, transforms, both products, SwiGLU, weighted sum) in replayed CUDA graphs over uniform
     routings.
@@ -32,10 +37,12 @@ def moe(
         raise typer.BadParameter(f"{min(counts)}: expected at least 1", param_hint="--rows")
     if top_k > experts:
         raise typer.BadParameter(f"{top_k} of {experts} experts", param_hint="--top-k")
+    baseline = read_baseline(baseline_file)
     if (reason := unavailable()) is not None:
         typer.echo(f"The CUDA kernels cannot run here: {reason}", err=True)
         raise typer.Exit(1)
     from vllm_exl3.cuda.moe_timing import ExpertShape, random_experts
+    from vllm_exl3.tools.compare import measured
 
     shape = ExpertShape(experts, top_k, hidden, intermediate)
     layer = random_experts(shape, [(rate, int(code)) for rate in rates])
@@ -49,7 +56,20 @@ def moe(
         f"{torch.cuda.get_device_name()}   µs a block of {experts} experts, top {top_k}, {hidden}×{intermediate}, "
         f"{codebook} K={kinds}; limit: what reading, decoding or multiplying alone takes"
     )
+    results = []
     for count in counts:
-        us = layer.us(count)
+        times = measured("us", (layer.us(count) for _ in range(rounds)))
+        us, limit = times["us"], layer.limit_us(count)
         rate = 6e-6 * count * top_k * hidden * intermediate / us
-        typer.echo(f"M={count:<5d} {us:9.1f}  limit {layer.limit_us(count):8.1f}  {rate:6.1f} TFLOP/s")
+        identity = {"experts": experts, "top_k": top_k, "in": hidden, "out": intermediate, "m": count, "bits": rates}
+        row = {
+            "kernel": "native",
+            **identity,
+            "codebook": codebook,
+            **times,
+            "limit_us": limit,
+            "tflops": round(rate, 2),
+        }
+        results.append(row)
+        typer.echo(f"M={count:<5d} {us:9.1f}  limit {limit:8.1f}  {rate:6.1f} TFLOP/s")
+    finish(results, json_file, baseline, gpu=True)

@@ -29,12 +29,12 @@ def embed_quant(
     """
     from rich.console import Console
 
-    from vllm_exl3.cli.progress import bytes_progress
     from vllm_exl3.pack.wording import format_bytes
+    from vllm_exl3.tools.progress import phases
     from vllm_exl3.tools.table_writer import quantize_embedding
 
     try:
-        with bytes_progress(Console(stderr=True)) as show:
+        with phases(Console(stderr=True)) as show:
             result = quantize_embedding(source, target, int(bits.value), module=module, copy=copy, progress=show)
     except KeyboardInterrupt:
         typer.echo(f"Interrupted: nothing was saved, {target} was not written", err=True)

@@ -70,7 +70,11 @@ class _Progress:
             self._ready += 1
             if self._begun and self._ready < self._total and time.perf_counter() - self._said >= _SAID_EVERY:
                 self._said = time.perf_counter()
-                self._say(f"EXL3: {self._ready} of {self._total} kernels for {self._architecture} are ready")
+                left = (self._said - self._started) / self._ready * (self._total - self._ready)
+                self._say(
+                    f"EXL3: {self._ready} of {self._total} kernels for {self._architecture} are ready, "
+                    f"about {left:.0f} s left"
+                )
 
     def ends(self, compiled: int) -> None:
         """All kernels are there."""

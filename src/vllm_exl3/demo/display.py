@@ -1,11 +1,11 @@
-"""What the demo shows while it works: bars on a terminal, a few plain lines in a log file."""
+"""What the demo shows while it works: steps, answers, and how far the quantization is."""
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vllm_exl3.tools.progress import Advance, progress, units
 
 __all__ = ["Display", "report_lines"]
 
@@ -25,38 +25,9 @@ class Display:
         """A piece of a line that is still growing."""
         self.console.out(text, end="", highlight=False)
 
-    @contextmanager
-    def progress(self, total: int, done: int = 0) -> Iterator[Callable[[str, float], None]]:
-        """Show how much of ``total`` is done, and how long the rest takes.
-
-        Yields a function that takes what was done and how much it was, beside the ``done`` of an earlier run.
-        """
-        if not self.console.is_terminal:
-            yield self._every_tenth(total, done)
-            return
-        columns = (TextColumn("            "), BarColumn(32), TextColumn("{task.percentage:3.0f} %"))
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("[dim]{task.description}"))
-        with Progress(*columns, *times, console=self.console, transient=True) as bar:
-            task = bar.add_task("", total=total, completed=done)
-
-            def advance(what: str, amount: float) -> None:
-                bar.update(task, advance=amount, description=what)
-
-            yield advance
-
-    def _every_tenth(self, total: int, before: int) -> Callable[[str, float], None]:
-        done, shown, start = float(before), before * 10 // total, time.monotonic()
-
-        def advance(what: str, amount: float) -> None:
-            nonlocal done, shown
-            done += amount
-            # the sum of shares may miss the whole by a rounding error
-            if (tenths := int(done * 10 / total + 1e-6)) > shown:
-                shown = tenths
-                left = (time.monotonic() - start) / (done - before) * (total - done)
-                self.say("", f"{shown * 10:3d} %  {left:4.0f} s left  {what}")
-
-        return advance
+    def progress(self, total: int, done: int = 0) -> AbstractContextManager[Advance]:
+        """Show how many of ``total`` weights are quantized, ``done`` of them by an earlier run."""
+        return progress(self.console, " " * 13 + "quantizing", total, units("M weights", 1e6), done=done)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:

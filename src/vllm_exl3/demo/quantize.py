@@ -82,7 +82,7 @@ def quantize_model(
     recipe: Recipe,
     encode: Encoder,
     extra_files: dict[str, str],
-    progress: Callable[[str, float], None] = lambda module, weights: None,
+    progress: Callable[[float, str], None] = lambda weights, module: None,
     kept: KeptLinears | None = None,
 ) -> Path:
     """Quantize every linear of a llama model and write the pack.
@@ -93,7 +93,7 @@ def quantize_model(
         recipe: bits and codebook.
         encode: the encoder.
         extra_files: the tokenizer's files, name → text.
-        progress: called now and then with a linear's name and how many more of its weights are done.
+        progress: called now and then with how many more weights are done, and their linear's name.
         kept: linears of an earlier run that was interrupted, to be taken from there; what is encoded is added.
 
     Returns:
@@ -137,7 +137,7 @@ def _planned(
     model: DenseModel,
     recipe: Recipe,
     encode: Encoder,
-    progress: Callable[[str, float], None],
+    progress: Callable[[float, str], None],
     kept: KeptLinears | None,
 ) -> Iterator[PackTensor]:
     codebook = recipe.kind
@@ -178,7 +178,7 @@ class _OnceEncoded:
     half_bits: int
     codebook: Codebook
     encode: Encoder
-    progress: Callable[[str, float], None]
+    progress: Callable[[float, str], None]
     kept: KeptLinears | None
     encoded: EncodedLinear | None = None
     shown: float = 0.0
@@ -202,7 +202,7 @@ class _OnceEncoded:
 
     def _advance(self, tiles: int, all_tiles: int) -> None:
         share = tiles / all_tiles
-        self.progress(self.key, (share - self.shown) * self.weight.size)
+        self.progress((share - self.shown) * self.weight.size, self.key)
         self.shown = share
 
 

@@ -195,6 +195,12 @@ class Server:
         """Processes of the server's tree or process group that still run."""
         return [process for process in self._tree.values() if _runs(process)]
 
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the server that runs now."""
+        if self._process is not None:
+            self._remember_children()
+        return self.survivors()
+
     def _gone_within(self, seconds: float) -> bool:
         assert self._process is not None
         deadline = time.monotonic() + seconds

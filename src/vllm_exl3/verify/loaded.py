@@ -1,4 +1,4 @@
-"""The weights of a quantized folder (AWQ, GPTQ) that transformers can load, dequantized by running its linears."""
+"""The weights of a quantized folder that transformers can load, dequantized by running its linears."""
 
 from collections.abc import Collection
 from pathlib import Path

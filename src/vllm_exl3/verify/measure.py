@@ -11,6 +11,7 @@ import torch
 from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.skip import main_layers
 from vllm_exl3.verify.display import Display
+from vllm_exl3.verify.int4_folder import METHODS, Int4Folder
 from vllm_exl3.verify.judge import Divergence, FinalStates, compare, final_states
 from vllm_exl3.verify.weights import DenseFolder, PackWeights, Weights
 
@@ -115,6 +116,8 @@ def _open_other(label: str, config: dict[str, Any]) -> tuple[Weights, dict[str, 
         return PackWeights(pack), dict(pack.config)
     if method is None:
         return DenseFolder(path), own
+    if method in METHODS:
+        return Int4Folder(path, own["quantization_config"]), own
     from vllm_exl3.verify.loaded import LoadedWeights
 
     return LoadedWeights(path, str(method)), own

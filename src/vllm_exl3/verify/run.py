@@ -157,7 +157,7 @@ def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str
         The faults, and the figures of the pass for the report.
     """
     findings = [Finding("headers", fault.where, fault.found, fault.expected) for fault in find_faults(pack)]
-    with display.progress("reading tensors", pack.nbytes, "GB", 1e9) as advance:
+    with display.progress("reading tensors", pack.nbytes) as advance:
         scan = scan_tensors(pack, advance)
     rate = scan.nbytes / max(scan.seconds, 1e-9) / 1e9
     display.say(f"tensors    {scan.tensors} read, {scan.nbytes / 1e9:.3f} GB at {rate:.3g} GB/s")

@@ -91,11 +91,28 @@ class DenseFolder:
                 where=f"{name} in {self.label}",
                 remedy="Give the model that the pack was made from.",
             )
-        values = np.fromfile(
-            self._folder / tensor.file, _FLOATS[tensor.dtype], int(np.prod(tensor.shape)), offset=tensor.start
-        )
-        values = from_bfloat16(values) if tensor.dtype == "BF16" else values
-        return np.asarray(values, np.float32).reshape(tensor.shape)
+        values = self._values(tensor, _FLOATS[tensor.dtype])
+        return np.asarray(from_bfloat16(values) if tensor.dtype == "BF16" else values, np.float32)
+
+    def read_integers(self, name: str) -> npt.NDArray[np.int32]:
+        """One tensor of 32-bit integers, as quantized formats store them.
+
+        Raises:
+            Exl3PackError: the tensor is of another type.
+        """
+        tensor = self._tensors[name]
+        if tensor.dtype not in ("I32", "U32"):
+            raise Exl3PackError(
+                found=f"dtype {tensor.dtype}",
+                expected="packed words in I32",
+                where=f"{name} in {self.label}",
+                remedy="Fetch the folder again.",
+            )
+        return np.asarray(self._values(tensor, "<i4"), np.int32)
+
+    def _values(self, tensor: StoredTensor, dtype: str) -> npt.NDArray[Any]:
+        count = int(np.prod(tensor.shape))
+        return np.fromfile(self._folder / tensor.file, dtype, count, offset=tensor.start).reshape(tensor.shape)
 
 
 class LoadedTensors:
