@@ -3,6 +3,7 @@
 vLLM has a class of it for CPUs with AMX. transformers saves it under other names, so the tensors are made here.
 """
 
+import re
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,25 @@ def _choose_clearly(tensors: Tensors) -> None:
             tensors[name] = (2.0 * order).astype(np.float32)  # scores differ by less
 
 
+_BLOCK = 128
+_IN_FP8 = re.compile(r"attn\.(wq_a|wkv|wq_b|wo_a|wo_b|indexer\.wq_b)\.weight$|shared_experts\.w[123]\.weight$")
+
+
+def _in_blocks_of_fp8(tensors: Tensors) -> None:
+    """As the source has its linears: fp8 with a scale for each block of 128 by 128."""
+    import torch
+
+    _choose_clearly(tensors)
+    for name in [name for name in tensors if _IN_FP8.search(name)]:
+        weight = torch.from_numpy(tensors[name])
+        rows, columns = (size // _BLOCK for size in weight.shape)
+        blocks = weight.view(rows, _BLOCK, columns, _BLOCK)
+        scale = (blocks.abs().amax(dim=(1, 3)) / 448).log2().ceil().exp2()
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(weight.shape)
+        tensors[name] = codes.view(torch.uint8).numpy()
+        tensors[name.replace(".weight", ".scale")] = scale.numpy()
+
+
 _NATIVE = Family(
     "deepseek_v4",
     _CONFIG,
@@ -149,7 +169,10 @@ _NATIVE = Family(
     shows=("decoded while loading",),
     bound=0.03,  # hyper-connections, attention and its cache on CPUs take bfloat16 and fp8 only
     interpreted=True,
-    options={"dtype": "bfloat16", "block_size": 256, "max_model_len": 512, "max_num_batched_tokens": 512},
+    options={
+        **{"dtype": "bfloat16", "block_size": 256, "max_model_len": 512, "max_num_batched_tokens": 512},
+        "num_gpu_blocks_override": 1024,
+    },
 )
 
 DEEPSEEK_V4 = (
@@ -162,6 +185,21 @@ DEEPSEEK_V4 = (
         edit=_choose_clearly,
         exl3=r"\.experts\.\d+\.",
         bound=0.03,  # hyper-connections, attention and its cache on CPUs take bfloat16 and fp8 only
+        interpreted=True,
+        options=_NATIVE.options,
+    ),
+    Family(
+        "deepseek_v4_fp8",
+        {**_CONFIG, "expert_dtype": "fp8"},
+        kind="other layers in the source's fp8",
+        tensors=_tensors,
+        edit=_in_blocks_of_fp8,
+        exl3=r"\.experts\.\d+\.",
+        source={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]},
+        experts=[f"model.layers.{layer}.ffn.experts" for layer in range(len(_RATIOS))],
+        bound=0.03,  # as above
+        # The twin's first two candidates for the fourth token are equal; the pack takes the third, two steps below.
+        other_tokens="three candidates within two steps of bfloat16",
         interpreted=True,
         options=_NATIVE.options,
     ),

@@ -53,11 +53,14 @@ class Family:
         stacked: how the family stacks its experts' weights: ``in_out`` for ``[experts, in, out]``, ``out_in``, or None.
         rename: from a saved tensor's name to the one that exllamav3 writes, where they differ.
         edit: changes what transformers saved, before anything is coded; for tensors that its class lacks.
+        source: the format of what is not EXL3, in pack and twin, whose tensors ``edit`` makes.
+        experts: layers that the twin keeps in 16 bits all the same, by vLLM's names.
         published: keys of the family's published ``config.json`` that transformers does not write.
         tensors: makes everything in place of transformers, for families that it does not have.
         vision: how a request with an image is made, for families that take one.
         options: of the engine.
         bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
+        other_tokens: why the pack may continue otherwise than the twin; the page says that it does.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, not in float32, or not at all; such a row is not compared here.
         shows: what the report must say, if anything.
@@ -77,11 +80,14 @@ class Family:
     stacked: str | None = None
     rename: Callable[[str], str] = str
     edit: Callable[[Tensors], None] | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
+    experts: Sequence[str] = ()
     published: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[], Tensors] | None = None
     vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     bound: float = 0.0
+    other_tokens: str = ""
     interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
@@ -147,12 +153,16 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
         elif family.stacked and values.ndim == 3 and ".experts" in name and family.is_exl3(name):
             _code_stacked(family, name, values.shape, pack, twin)
         else:
-            code = "I32" if values.dtype == np.int32 else "F32"
+            code = {"int32": "I32", "uint8": "F8_E4M3"}.get(values.dtype.name, "F32")
             pack[family.rename(name)] = twin[name] = (code, values)
     if family.tied:
         _add_head(pack, twin)
     twin_config = {**config, "dtype": "float32"}
-    declared = {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 4, "codebook": "mul1"}
+    declared: dict[str, Any] = {"quant_method": "exl3", "version": "1.6.5", "bits": 4.0, "head_bits": 4}
+    declared["codebook"] = "mul1"
+    if family.source:
+        declared["non_routed_quantization"] = dict(family.source)
+        twin_config["quantization_config"] = {**family.source, "ignored_layers": list(family.experts)}
     Draft(pack, {**twin_config, "quantization_config": declared}).write(folder / "pack")
     Draft(twin, twin_config).write(folder / "twin")
     for target in (folder / "pack", folder / "twin"):

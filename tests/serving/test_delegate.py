@@ -24,11 +24,13 @@ from tests.serving.engine import engine, logits_of, model_of
 from tests.tiny_pack import llama
 from vllm_exl3.pack.codec import dense_weight
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.serving import delegate
+from vllm_exl3.pack.parts import Part, Resolution
+from vllm_exl3.pack.stored import Codebook, StoredTensor
+from vllm_exl3.serving import delegate, methods
 from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.listed import is_listed
+from vllm_exl3.serving.plain_layers import wants_a_matrix
 
 PACK = "qwen3_moe-3.0-mul1"
 SOURCE = {"quant_method": "rows_int8", "skip": ["gate"]}
@@ -358,3 +360,25 @@ def test_fp8_of_a_deepseek_v4_has_experts_in_fp4(family: str, experts: type, mon
     source = SourceFormat({"non_routed_quantization": BLOCKS, "mtp_experts": "source"}, "pack")
     assert isinstance(source.experts(layer, "model.layers.9.ffn.experts", [], {}), experts)
     assert built == [experts]
+
+
+@pytest.mark.parametrize("name", ["wo_a", "weights_proj"])
+def test_a_matrix_in_the_source_format_is_served_in_it_where_vllm_reads_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are decoded because vLLM reads them are so where they are EXL3; fp8 codes have scales beside them."""
+    prefix = f"model.layers.0.attn.{name}"
+    stored = StoredTensor(f"{prefix}.weight", "F8_E4M3", (256, 1024), "model.safetensors", 0, 1)
+    resolution = Resolution(prefix, (Part(prefix, None, stored),))
+    delegated = RowsMethod()
+    config: Any = SimpleNamespace(
+        names=lambda: SimpleNamespace(resolve=lambda _: resolution),
+        pack=SimpleNamespace(config={"architectures": ["DeepseekV4ForCausalLM"]}),
+        source_format=lambda: SimpleNamespace(linear=lambda *_: delegated),
+        claimed=set(), mappers=[], packed_modules_mapping={}, report=SimpleNamespace(add_dense=lambda *_: None),
+    )  # fmt: skip
+    monkeypatch.setattr(methods, "says_plain", lambda *_: False)
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    torch.nn.Module.__init__(layer)
+    assert wants_a_matrix(config.pack.config, prefix)
+    assert methods.linear_method(config, layer, prefix) is delegated

@@ -9,12 +9,13 @@ import numpy.typing as npt
 import pytest
 import torch
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _KimiGDNMergedColumnParallelLinear
 
 from tests.serving.dense_twin import dense_weight_of
 from tests.tiny_pack import Draft, linear
 from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.pack.pack import Pack
-from vllm_exl3.serving.decoding import DecodedModules
+from vllm_exl3.serving.decoding import DecodedModules, _filled_rows, _sizes
 from vllm_exl3.serving.fused import padding_outputs
 
 FUSED = "input_mix_weight_down_block_inject"
@@ -28,6 +29,22 @@ def _model(sizes: list[int]) -> torch.nn.Module:
     )
     model.add_module(FUSED, layer)
     return model
+
+
+@pytest.mark.parametrize(("heads", "padding"), [(16, 0), (12, 1)])
+def test_kimi_k3_fills_its_fused_projection_up(heads: int, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its class builds it: q, k, v, g, f_a, b, and what is missing to a multiple of 16 rows on a rank."""
+    for path in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
+        monkeypatch.setattr(f"{path}.get_tensor_model_parallel_rank", lambda: 1)
+        monkeypatch.setattr(f"{path}.get_tensor_model_parallel_world_size", lambda: 2)
+    totals = [2 * heads * 16] * 4 + [48, 2 * heads]
+    fill = -(4 * heads * 16 + 48 + heads) % 16
+    layer = _KimiGDNMergedColumnParallelLinear(
+        64, [*totals, *([2 * fill] if fill else [])], 4, 2, bias=False, params_dtype=torch.float32
+    )
+    assert padding_outputs(layer) == padding
+    assert _sizes(layer) == (totals, 64)
+    assert _filled_rows(layer) == layer.weight.shape[0] - fill
 
 
 def _stored(code: str, values: npt.NDArray[Any]) -> torch.Tensor:

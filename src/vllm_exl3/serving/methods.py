@@ -35,7 +35,8 @@ def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> Quant
     """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
     resolution = config.names().resolve(prefix)
     parts = resolution.parts if resolution is not None else ()
-    if any(part.slices for part in parts) or (parts and _needs_a_matrix(config, layer, prefix)):
+    is_exl3 = any(part.linears for part in parts)
+    if any(part.slices for part in parts) or (is_exl3 and _needs_a_matrix(config, layer, prefix)):
         return UnquantizedLinearMethod()  # which `DecodedModules` finds once the model is built
     config.claimed.update(part.key for part in parts)
     if any(part.linear is not None for part in parts):
