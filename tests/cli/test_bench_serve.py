@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -16,6 +17,7 @@ psutil = pytest.importorskip("psutil")
 pytest.importorskip("aiohttp")
 
 from tests.conftest import DATA  # noqa: E402
+from vllm_exl3.bench.memory import gpu_bytes  # noqa: E402
 from vllm_exl3.cli import app  # noqa: E402
 from vllm_exl3.pack.errors import Exl3PackError  # noqa: E402
 
@@ -157,6 +159,23 @@ def test_a_missing_model_and_a_taken_port(fake: Path, command: str, tmp_path: Pa
         taken.listen()
         result = _bench(command, PACK, "--port", taken.getsockname()[1])
     assert result.exit_code == 1 and "is in use" in result.output
+
+
+def test_memory_of_gpus_from_nvml_or_its_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Nvml:
+        nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+        nvmlDeviceGetCount = staticmethod(lambda: 2)
+        nvmlDeviceGetHandleByIndex = staticmethod(lambda index: index)
+        nvmlDeviceGetMemoryInfo = staticmethod(lambda handle: SimpleNamespace(used=1000 + handle))
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml)
+    assert gpu_bytes() == 2001
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 5\necho 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_bytes() == 12 << 20
 
 
 def test_loading_in_both_states(fake: Path, tmp_path: Path) -> None:

@@ -75,3 +75,13 @@ def test_an_interrupted_embed_quant_leaves_nothing(monkeypatch: pytest.MonkeyPat
     result = CliRunner().invoke(app, ["embed-quant", str(source), str(tmp_path / "target"), "--bits", "8"])
     assert result.exit_code == 130 and "nothing was saved" in result.output
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_interrupted_precompile_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_exl3.cuda.compiler.compiler_unavailable", lambda: None)
+    monkeypatch.setattr("vllm_exl3.cuda.runtime.build", interrupted)
+    result = CliRunner().invoke(app, ["precompile", "--arch", "sm_90a"], env={"VLLM_EXL3_CACHE": str(tmp_path)})
+    assert result.exit_code == 130 and f"are kept in {tmp_path}" in result.output

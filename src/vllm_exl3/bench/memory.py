@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import re
+import subprocess
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,18 +43,37 @@ class Peak:
 
 
 def gpu_bytes() -> int | None:
-    """Bytes in use on all GPUs of this machine, by NVML, else by torch; None without a GPU."""
-    for name in ("pynvml", "vllm.third_party.pynvml"):
-        try:
-            nvml: Any = importlib.import_module(name)
-            nvml.nvmlInit()
-        except Exception:  # noqa: S112  no such package, no driver, or one too old: each says so in its own way
-            continue
-        try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            return sum(int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
-        finally:
-            nvml.nvmlShutdown()
+    """Bytes in use on all GPUs of this machine, by NVML or its program, else by torch; None without a GPU."""
+    for ask in (_by_nvml, _by_program, _by_torch):
+        if (used := ask()) is not None:
+            return used
+    return None
+
+
+def _by_nvml() -> int | None:
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # no such package, no driver, or one too old: each says so in its own way
+        return None
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return sum(int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _by_program() -> int | None:
+    command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return sum(int(line) << 20 for line in lines)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
+
+
+def _by_torch() -> int | None:
+    """Starts CUDA in this process, whose own memory is then in use from the first answer on."""
     import torch
 
     if not torch.cuda.is_available():

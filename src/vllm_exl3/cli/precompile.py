@@ -65,7 +65,13 @@ def precompile(
         wanted = [*own_instances(limits), *instances_for(linears, limits), *expert_instances(experts, limits), *rows]
         wanted += native_cut.every_instance(limits.shared_memory) if int4_kv else []
         wanted = list(dict.fromkeys(wanted))
-        build(wanted, limits.architecture, cache, say=typer.echo)
+        try:
+            build(wanted, limits.architecture, cache, say=typer.echo)
+        except KeyboardInterrupt:
+            typer.echo(
+                f"Interrupted: kernels that were ready are kept in {cache.folder}; run it again for the rest", err=True
+            )
+            raise typer.Exit(130) from None
         seconds = time.perf_counter() - started
         if cache.unkept:
             typer.echo(
