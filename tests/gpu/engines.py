@@ -23,7 +23,8 @@ def serving(pack: Path, **options: Any) -> Iterator[LLM]:
     """An engine with a cache of a given size, so that others on the GPU do not disturb vLLM's measuring."""
     leave_out_top_k()
     inspect_models_here()
-    defaults = {"dtype": "float16", "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.05}
+    defaults: dict[str, Any] = {"dtype": "float16", "gpu_memory_utilization": 0.05}
+    defaults |= {"kv_cache_memory_bytes": 256 << 20, "num_gpu_blocks_override": None}
     with engine(pack, **{**defaults, **options}) as llm:
         yield llm
 
