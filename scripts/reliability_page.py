@@ -115,6 +115,12 @@ LESSONS = (
         "tests/faults/test_surroundings.py",
     ),
     (
+        "faults",
+        "the engine of an API server that was killed went on, with its memory",
+        "an engine watches the process that started it",
+        "tests/serving/test_parents.py",
+    ),
+    (
         "soak",
         "two answers of the canary: in a batch with adapters, vLLM's CPU kernels gave the base model the last of them",
         "rows without an adapter are cleared; a canary belongs into every kind of load",
