@@ -8,20 +8,23 @@ import psutil
 import pytest
 
 PARENT = """
-import multiprocessing, signal, sys, time
+import multiprocessing, os, signal, sys, threading, time
+name = sys.argv[1]
 from vllm_exl3.serving import parents
 
 def core():
-    parents.GRACE = 0.2
+    parents.GRACE = parents.INTERVAL = 0.2
     if sys.argv[2] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parents.end_with_parent()
+    parents.end_with_parent()
+    assert threading.active_count() == 1 + name.startswith("EngineCore")
+    print(os.getpid(), flush=True)
     time.sleep(60)
 
 child = multiprocessing.get_context("fork").Process(target=core, name=sys.argv[1])
 if __name__ == "__main__":
     child.start()
-    print(child.pid, flush=True)
     time.sleep(60)
 """
 

@@ -41,6 +41,7 @@ from vllm_exl3.serving.missing import ParameterWatch
 from vllm_exl3.serving.models import gpt_oss, qwen4_exp
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
+from vllm_exl3.serving.parents import end_with_parent
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.rewritten import refuse_rewritten
@@ -114,6 +115,7 @@ class Exl3Config(QuantizationConfig):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+        end_with_parent()  # an engine's process gets this before it waits for its API server, and plugins after
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Exl3Config":
         # vLLM copies configs for draft models; a copy serves another model and must share no state.

@@ -1,7 +1,7 @@
 """An engine ends when the process that started it is gone, as vLLM's workers do when their engine is.
 
 vLLM 0.32's engine core does not notice that its API server was killed: it waits for requests for ever, and holds the
-memory of its weights and cache.
+memory of its weights and cache; while both start, it waits five minutes.
 """
 
 import logging
@@ -10,26 +10,35 @@ import os
 import signal
 import threading
 import time
-from multiprocessing.connection import wait
 
 __all__ = ["end_with_parent"]
 
 logger = logging.getLogger("vllm.exl3")
 
+INTERVAL = 1.0
+"""Seconds between two looks at the parent."""
+
 GRACE = 20.0
 """Seconds that an engine has to end, after which it is killed."""
 
 
+_watched: set[int] = set()
+
+
 def end_with_parent() -> None:
-    """Watch the parent of an engine core's process. Does nothing in processes of other kinds."""
-    parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith("EngineCore"):
+    """Watch the parent of an engine core's process. Idempotent; does nothing in processes of other kinds."""
+    if not multiprocessing.current_process().name.startswith("EngineCore") or os.getpid() in _watched:
         return
-    threading.Thread(target=_watch, args=(parent.sentinel,), name="vllm-exl3-parent", daemon=True).start()
+    _watched.add(os.getpid())
+    # Not set yet while the process unpickles its arguments.
+    parent = multiprocessing.parent_process()
+    pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+    threading.Thread(target=_watch, args=(pid,), name="vllm-exl3-parent", daemon=True).start()
 
 
-def _watch(sentinel: int) -> None:
-    wait([sentinel])
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(INTERVAL)
     logger.error("vllm-exl3: the process that started this engine is gone; the engine ends")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
