@@ -1,11 +1,15 @@
 """An engine core whose API server was killed ends; other processes are left alone."""
 
+import os
+import pickle
 import signal
 import subprocess
 import sys
 
 import psutil
 import pytest
+
+from vllm_exl3.serving.config import Exl3Config
 
 PARENT = """
 import multiprocessing, os, signal, sys, threading, time
@@ -16,8 +20,14 @@ def core():
     parents.GRACE = parents.INTERVAL = 0.2
     if sys.argv[2] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parents.end_with_parent()
-    parents.end_with_parent()
+    parent = os.getppid()
+    if sys.argv[2] == "late":  # as while it unpickles
+        multiprocessing.process._parent_process = None
+        print(os.getpid(), flush=True)
+        while os.getppid() == parent:
+            time.sleep(0.05)
+    parents.end_with_parent(parent)
+    parents.end_with_parent(1)
     assert threading.active_count() == 1 + name.startswith("EngineCore")
     print(os.getpid(), flush=True)
     time.sleep(60)
@@ -27,6 +37,13 @@ if __name__ == "__main__":
     child.start()
     time.sleep(60)
 """
+
+
+def test_a_config_names_the_process_that_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    senders: list[int | None] = []
+    monkeypatch.setattr("vllm_exl3.serving.config.end_with_parent", senders.append)
+    pickle.loads(pickle.dumps(Exl3Config.from_config({"quant_method": "exl3", "bits": 4.0})))
+    assert senders == [os.getpid()]
 
 
 def kill_parent(name: str, hearing: str) -> psutil.Process:
@@ -39,7 +56,9 @@ def kill_parent(name: str, hearing: str) -> psutil.Process:
     return child
 
 
-@pytest.mark.parametrize(("name", "hearing"), [("EngineCore", "hears"), ("EngineCore_DP1", "deaf")])
+@pytest.mark.parametrize(
+    ("name", "hearing"), [("EngineCore", "hears"), ("EngineCore_DP1", "deaf"), ("EngineCore", "late")]
+)
 def test_an_engine_ends_with_its_parent(name: str, hearing: str) -> None:
     child = kill_parent(name, hearing)
     try:

@@ -25,14 +25,20 @@ GRACE = 20.0
 _watched: set[int] = set()
 
 
-def end_with_parent() -> None:
-    """Watch the parent of an engine core's process. Idempotent; does nothing in processes of other kinds."""
+def end_with_parent(sender: int | None = None) -> None:
+    """Watch the parent of an engine core's process. Idempotent; does nothing in processes of other kinds.
+
+    Args:
+        sender: the process that sent the arguments which this one unpickles now, if it does.
+    """
     if not multiprocessing.current_process().name.startswith("EngineCore") or os.getpid() in _watched:
         return
-    _watched.add(os.getpid())
-    # Not set yet while the process unpickles its arguments.
+    # Not set yet while a process unpickles its arguments, when its parent may be gone already: imports take seconds.
     parent = multiprocessing.parent_process()
-    pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+    pid = parent.pid if parent is not None else sender
+    if pid is None:
+        return
+    _watched.add(os.getpid())
     threading.Thread(target=_watch, args=(pid,), name="vllm-exl3-parent", daemon=True).start()
 
 
