@@ -30,10 +30,10 @@ a warning or the undamaged pack's logits, equal to the bit; anything else is a f
 """
 
 CALLED = """
-Of the calls, inputs 0 to {inputs} of seed {seed}, by function. Arguments are valid, at a boundary, or such as the
+By function, from the first {inputs} inputs of seed {seed}. Arguments are valid, at a boundary, or such as the
 interface refuses. Buffers end beside pages that may not be touched or lie on a heap that AddressSanitizer watches; a
 call that computes is made twice over different garbage, and a sample once more by the scalar instruction set, with
-which the result is compared. Drivers are functions of the test.
+which the result is compared. The driver of launches is the test's own, and counts as refusing where it fails.
 
 | function | computed | refused | compared |
 |---|---|---|---|
@@ -113,6 +113,12 @@ LESSONS = (
         "an error about a path that is no UTF-8 could not be printed",
         "errors are escaped where they are made",
         "tests/faults/test_surroundings.py",
+    ),
+    (
+        "faults",
+        "the engine of an API server that was killed went on, with its memory",
+        "an engine watches the process that started it",
+        "tests/serving/test_parents.py",
     ),
     (
         "soak",

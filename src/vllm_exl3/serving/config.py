@@ -5,6 +5,7 @@ carries only where the pack is; headers are read again there (and memoised per f
 """
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ from vllm_exl3.serving.missing import ParameterWatch
 from vllm_exl3.serving.models import gpt_oss, qwen4_exp
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
+from vllm_exl3.serving.parents import end_with_parent
 from vllm_exl3.serving.progress import LoadProgress, phase
 from vllm_exl3.serving.report import Report, is_first_rank
 from vllm_exl3.serving.rewritten import refuse_rewritten
@@ -70,6 +72,9 @@ _PER_PROCESS = (
     "watch",
 )
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
+
+_SENDER = "_sender"
+"""What is pickled in their place: the process that sends a config."""
 
 
 class Exl3Config(QuantizationConfig):
@@ -109,11 +114,13 @@ class Exl3Config(QuantizationConfig):
         state = self.__dict__.copy()
         for name in _PER_PROCESS:
             del state[name]
-        return state
+        return {**state, _SENDER: os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        sender = state.pop(_SENDER, None)
         self.__dict__.update(state)
         self._reset()
+        end_with_parent(sender)  # an engine's process gets this before it waits for its API server, and plugins after
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Exl3Config":
         # vLLM copies configs for draft models; a copy serves another model and must share no state.

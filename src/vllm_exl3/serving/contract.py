@@ -68,6 +68,11 @@ _SHRINK = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "
 
 TOUCHED = (
     Touched("vllm.plugins:load_general_plugins", "being called in every process"),
+    Touched(
+        "vllm.v1.engine.utils:CoreEngineProcManager",
+        "an engine that ends when its API server is gone",
+        mentions=("EngineCore",),
+    ),
     Touched("vllm.third_party.pynvml:nvmlDeviceGetComputeRunningProcesses", "naming who holds a GPU's memory (doctor)"),
     Touched("vllm.envs:VLLM_CACHE_ROOT", "finding compiled graphs of earlier versions (doctor)"),
     *(

@@ -21,7 +21,8 @@ _registered = False
 
 
 def register() -> None:
-    """Register the quantization config, the hooks, the int4 attention and the metrics, once per process.
+    """Register the quantization config, the hooks, the int4 attention and the metrics, once per process, and
+    have an engine end with the process that started it.
 
     Raises:
         RuntimeError: another installed plugin serves EXL3 packs too.
@@ -43,6 +44,7 @@ def register() -> None:
     from vllm_exl3.serving.kv_register import register_attention
     from vllm_exl3.serving.metrics import register_metrics
     from vllm_exl3.serving.missing import register_parameter_watch
+    from vllm_exl3.serving.parents import end_with_parent
     from vllm_exl3.serving.speculation import register_schedule
 
     register_quantization_config("exl3")(Exl3Config)
@@ -51,6 +53,7 @@ def register() -> None:
     register_attention()
     register_metrics()
     register_schedule()
+    end_with_parent()
     _registered = True
 
 
