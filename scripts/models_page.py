@@ -17,6 +17,8 @@ from generated import ROOT, write_or_check
 PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "tests" / "families" / "results.json"
 
+GPU = ROOT / "benchmarks" / "results" / "h200" / "families.json"
+
 RELEASES = ROOT / "tests" / "families" / "releases.json"
 SUPPORTED = ("0.30", "0.31", "0.32", "0.33")
 
@@ -29,10 +31,10 @@ NAMED = {
     "Nemotron-H Super with images": ("NemotronH_Super_Omni_Reasoning_V3", ""),
     "Flint": ("FlintForCausalLM", ""),
     "Kimi Linear": ("KimiLinearForCausalLM", ""),
-    "Laguna": ("LagunaForCausalLM", ""),
+    "Laguna": ("LagunaForCausalLM", "laguna"),
     "OLMo hybrid": ("OlmoHybridForCausalLM", ""),
     "MiMo-V2": ("MiMoV2ForCausalLM", ""),
-    "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", ""),
+    "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", "mimo_v2_flash"),
     "Spark-X2.5": ("Spark2_5ForCausalLM", ""),
     "Ministral 3": ("Ministral3ForCausalLM", "ministral3"),
     "Hunyuan MoE": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
@@ -89,7 +91,29 @@ def page(results: list[dict[str, Any]]) -> str:
         text += f"| `{row['name']}` | {kind} | {errors} | {tokens} | {decoded} | {row['vllm']} |\n"
     if faults:
         text += NOT + "".join(f"| `{row['name']}` | {row['fault']} |\n" for row in faults)
-    return text + _by_release({str(row["name"]) for row in served})
+    gpu = json.loads(GPU.read_text(encoding="utf-8"))
+    compared = [*served, *(row for row in gpu["rows"] if row["outcome"] == "ok")]
+    return text + _on_a_gpu(gpu) + _by_release({str(row["name"]) for row in compared})
+
+
+def _on_a_gpu(results: dict[str, Any]) -> str:
+    """Families whose classes need a GPU, as benchmarks/gpu_families.py compared them there."""
+    meta = results["meta"]
+    text = (
+        "\n## On a GPU\n\n"
+        f"The same comparison on one {meta['gpu']} (vLLM {meta['versions']['vllm']}, "
+        "`benchmarks/results/h200/families.json`), where\nthe machine had what the class needs:\n\n"
+        "| family | error | allowed | worst position | same greedy tokens |\n|---|---|---|---|---|\n"
+    )
+    for row in results["rows"]:
+        if row["outcome"] == "ok":
+            errors = f"{row['error']:.1e} | {row['bound']:.0e} | {row['worst']:.1e}"
+            text += f"| `{row['name']}` | {errors} | {'yes' if row['same_tokens'] else 'no'} |\n"
+    text += "\n| not compared | why |\n|---|---|\n"
+    for row in results["rows"]:
+        if row["outcome"] != "ok":
+            text += f"| `{row['name']}` | {row['reason'].splitlines()[0][:160]} |\n"
+    return text
 
 
 def _by_release(served: set[str]) -> str:

@@ -72,7 +72,7 @@ def measured_on(machine: str, command: str) -> dict[str, Any]:
         "gpu": gpu,
         "driver": driver,
         "versions": {"python": platform.python_version(), **versions},
-        "commit": _output("git", "rev-parse", "--verify", "--quiet", "HEAD"),
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": command,
     }
@@ -107,6 +107,14 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _commit() -> str | None:
+    """The commit of this project, where the current folder is a checkout of it; other repositories are not meant."""
+    top = _output("git", "rev-parse", "--show-toplevel")
+    if top is None or not (Path(top) / "src" / "vllm_exl3" / "__init__.py").is_file():
+        return None
+    return _output("git", "rev-parse", "--verify", "--quiet", "HEAD")
 
 
 def _output(*command: str) -> str | None:
