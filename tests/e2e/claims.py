@@ -228,7 +228,10 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "serving/test_server.py::test_a_server_with_time_to_shut_down_finishes_what_it_generates",
         "gpu/test_server.py::test_chat_and_counters",
     ),
-    "routed experts of DeepSeek V4 in EXL3, its other layers in fp8": ("serving/test_delegate.py",),
+    "routed experts of DeepSeek V4 in EXL3, its other layers in fp8": (
+        "serving/test_delegate.py",
+        "families/test_families.py",
+    ),
     "`vllm-exl3 bench serve`, `bench load`": (
         "cli/test_bench_serve.py::test_vllm_itself",
         "cli/test_bench_serve.py::test_two_models_side_by_side",
