@@ -43,11 +43,9 @@ def end_with_parent(sender: int | None = None) -> None:
 
 
 def _gone(parent: int) -> bool:
-    """Whether the process that started this one has ended. Its parent is another where a fork server made it."""
-    if multiprocessing.get_start_method(allow_none=True) != "forkserver":
-        return os.getppid() != parent
+    """True where the process that started this one has ended; a fork server's processes have another parent."""
     starter = multiprocessing.parent_process()
-    return starter is not None and not starter.is_alive()
+    return os.getppid() != parent and not (starter is not None and starter.is_alive())
 
 
 def _watch(parent: int) -> None:
