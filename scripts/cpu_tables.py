@@ -23,9 +23,9 @@ SETS = {
 """How the documents call the instruction sets."""
 
 
-def cpu_tables(tokens: Results, linear: Results, encode: Results, busy: Results) -> str:
+def cpu_tables(tokens: Results, linear: Results, encode: Results, busy: Results, demo: Results) -> str:
     """All tables of the page's measured part."""
-    return "\n".join([*_tokens(tokens), *_linears(linear), *_encoder(encode), *_busy(busy)])
+    return "\n".join([*_tokens(tokens), *_linears(linear), *_encoder(encode), *_busy(busy), *_demo(demo)])
 
 
 def one_token_line(linear: Results) -> str:
@@ -144,6 +144,20 @@ def _busy(results: Results) -> list[str]:
         table.append([threads, waiting, *shown])
     heads = ["threads of the model", "how they wait", "without", "other work", "with", "other work"]
     return [wrapped(text).rstrip("\n"), "", *_table(heads, table)]
+
+
+def _demo(results: Results) -> list[str]:
+    meta, rows = results["meta"], results["rows"]
+    text = (
+        f"Seconds of the whole demo from an empty cache, and of its quantization, on {meta['threads']} threads of an "
+        f"{meta['cpu']}, {meta['date']} (`benchmarks/results/cpu/cpu_demo.json`)."
+    )
+    cells = {(row["instructions"], row["competitor"]): row for row in rows}
+    table = []
+    for name in dict.fromkeys(row["instructions"] for row in rows):
+        pair = [cells[name, competitor] for competitor in (False, True)]
+        table.append([name, *(f"{row['seconds']:.0f} ({row['quantization_seconds']})" for row in pair)])
+    return [wrapped(text).rstrip("\n"), "", *_table(["instructions", "alone", "one processor taken"], table)]
 
 
 def _most(values: Iterable[float | None]) -> float:

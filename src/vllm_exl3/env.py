@@ -27,6 +27,7 @@ __all__ = [
     "EMBEDDING_KERNEL",
     "FAT_THRESHOLD",
     "FUSED_TEMP_ROWS",
+    "FUSION",
     "GROUPED_PREFILL",
     "GROUPED_PREFILL_MAX_ROWS",
     "INT4_DECODE",
@@ -77,6 +78,15 @@ DEPENDENT_LAUNCH = Variable(
     "Whether the kernels that torch.compile generates for an EXL3 model let the next kernel start before they end, so "
     "that it can fetch weights in the meantime (Inductor's triton.enable_pdl, on GPUs from Hopper on). auto: yes, but "
     "not with LoRA and not in models whose layers carry a state (Mamba, linear attention).",
+)
+
+FUSION = Variable(
+    "VLLM_EXL3_FUSION",
+    "auto",
+    choice("auto", "0"),
+    "Whether RMS norms and SiLU products are computed by the kernel that rotates the input of the EXL3 linear behind "
+    "them: in the graphs that vLLM compiles, for 9 to 128 tokens, on Hopper. auto: where a kernel serves it. It costs "
+    "a compilation more at a first start, and differs from 0 by the rounding that it leaves out.",
 )
 
 MOE_KERNEL = Variable(
@@ -271,6 +281,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     LINEAR_KERNEL,
     PRECISION,
     DEPENDENT_LAUNCH,
+    FUSION,
     MOE_KERNEL,
     INT4_KV,
     INT4_DECODE,

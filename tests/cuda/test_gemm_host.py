@@ -12,7 +12,9 @@ from tests.cuda.host_kernels import HostKernels, build
 from vllm_exl3.cuda.gemm_plan import GemmPartition, plan_gemm
 from vllm_exl3.cuda.geometry import GpuLimits
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs
+from vllm_exl3.cuda.prefill_input import Input
 from vllm_exl3.cuda.prefill_plan import GemmPlan
+from vllm_exl3.ops.fused_linear import add_rms_norm, silu_and_mul
 from vllm_exl3.ops.int8 import linear_int8
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import Shard, pack_shards
@@ -178,7 +180,7 @@ def test_layers(
         out = torch.full((rows + 1, pitch), math.nan, dtype=dtype)
         arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), pitch, _TYPES[dtype]
         arguments.bias, arguments.bias_type = bias.data_ptr(), _TYPES[dtype]
-        library.rotate(ctypes.byref(arguments), 1, int8)
+        library.rotate(ctypes.byref(arguments), 1, int8, Input.PLAIN)
         plan = layer.plan
         library.multiply(ctypes.byref(arguments), plan.grid, plan.threads, plan.shared, KINDS[shards], backwards)
         assert (layer.scratch[plan.scratch :] == 0xFF).all()
@@ -227,7 +229,7 @@ def test_rows_are_rotated(
     layer = Layer(shards, x)
     blocks, tile = in_features // BLOCK, layer.arguments.tile_rows
     layer.arguments.cluster_size = cluster_size
-    library.rotate(ctypes.byref(layer.arguments), transforms, 0)
+    library.rotate(ctypes.byref(layer.arguments), transforms, 0, Input.PLAIN)
     assert (layer.part("arrivals", np.uint32, 3) == 0).all()
     # [shard][k block][matrix = pair of channels, whether 8 further][token][k-tile][half]
     stored = layer.part("activations", np.float16, 2 * in_features * tile).reshape(2, 2 * blocks, 4, 2, tile, 4, 2)
@@ -258,3 +260,56 @@ def test_rows_are_rotated(
         each = values[:, finite] * (offset + np.where(flips, complement_offset, 0.0))
         bound = 1e-6 * np.abs(each).sum(axis=-1).max()
         np.testing.assert_allclose(offsets, each.sum(axis=-1), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("source", "residual", "in_features", "cluster_size", "dtype"),
+    [
+        (Input.RMS_NORM, True, 896, 1, torch.float16),
+        (Input.RMS_NORM, True, 1280, 2, torch.bfloat16),
+        (Input.RMS_NORM, False, 2304, 4, torch.bfloat16),
+        (Input.SILU_AND_MUL, False, 896, 1, torch.bfloat16),
+        (Input.SILU_AND_MUL, False, 2304, 4, torch.float16),
+    ],
+)
+def test_norms_and_activations_are_rotated(
+    library: HostKernels, source: Input, residual: bool, in_features: int, cluster_size: int, dtype: torch.dtype
+) -> None:
+    """With the GEMM behind them, against the norm or activation and a linear."""
+    rows, width = 18, in_features - 4
+    shards = (Shard(8, 2, in_features, 256, 0, 256), Shard(8, 2, in_features, 128, 64, 60))
+    generator = torch.Generator().manual_seed(cluster_size)
+    columns = 2 * width if source == Input.SILU_AND_MUL else width
+    x, added = (torch.randn(rows, columns + 4, generator=generator).to(dtype)[:, :columns] for _ in range(2))
+    x[1], added[1] = 0, 0
+    x[2] *= 1e-3
+    x[3, 5] = 3e4
+    x[4, 7] = math.inf
+    norm_weight = (torch.rand(width, generator=generator) + 0.5).to(dtype)
+    added, epsilon = added.contiguous(), 1e-5
+    layer = Layer(shards, x[:, :width])
+    arguments = layer.arguments
+    assert arguments.cluster_size == cluster_size
+    total = torch.full((rows + 1, width), 7.0, dtype=dtype)
+    if source == Input.RMS_NORM:
+        arguments.norm_weight, arguments.epsilon = norm_weight.data_ptr(), epsilon
+        if residual:
+            arguments.residual, arguments.residual_out = added.data_ptr(), total.data_ptr()
+        # Nothing is rounded before the linear, so the reference has inputs of float32 as well.
+        terms = (x.float(), added.float() if residual else None, norm_weight.float())
+        normed, sums = add_rms_norm(*terms, epsilon)
+    else:
+        normed = silu_and_mul(x.float())
+    out = torch.full((rows, sum(shard.crop_size for shard in shards)), math.nan)
+    arguments.out, arguments.out_stride, arguments.out_type = out.data_ptr(), out.stride(0), _TYPES[out.dtype]
+    library.rotate(ctypes.byref(arguments), 1, 0, source)
+    library.multiply(ctypes.byref(arguments), layer.plan.grid, layer.plan.threads, layer.plan.shared, 0, 0)
+    expected = linear_reference(normed, *layer.weights, None, tuple(pack_shards(shards)))
+    finite = expected.isfinite().all(dim=1)
+    assert finite.tolist() == [row != 4 for row in range(rows)]
+    assert not out[4].isfinite().any()
+    error = (out[finite] - expected[finite]).double().norm(dim=1)
+    assert (error <= 5e-4 * expected[finite].double().norm(dim=1)).all(), error
+    if residual:
+        torch.testing.assert_close(total[:rows], sums.to(dtype), rtol=0, atol=0)
+        assert (total[rows] == 7).all()

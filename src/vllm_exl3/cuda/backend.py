@@ -30,9 +30,10 @@ def unavailable() -> str | None:
 
 
 def _register() -> None:
-    from vllm_exl3.cuda import dequantize, exllamav3, linear, moe, moe_by_expert, reconstruct
+    from vllm_exl3.cuda import dequantize, exllamav3, fused_linear, linear, moe, moe_by_expert, reconstruct
 
-    register_backend(Backend("linear", "cuda", "native", linear.linear, unavailable, linear.prepare))
+    native = Backend("linear", "cuda", "native", linear.linear, unavailable, linear.prepare, fused_linear.FUSED)
+    register_backend(native)
     register_backend(Backend("linear", "cuda", "exllamav3", exllamav3.linear, exllamav3.unavailable))
     register_backend(Backend("linear", "cuda", "reconstruct", reconstruct.linear, unavailable, reconstruct.prepare))
     register_backend(Backend("moe", "cuda", "native", moe.moe, unavailable, moe.prepare))

@@ -21,7 +21,7 @@ from vllm_exl3.cuda.geometry import (
     shard_offsets,
 )
 from vllm_exl3.cuda.prefill_arguments import PrefillArgs, place_shards
-from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, plan_few_rows, plan_transform
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, Input, plan_few_rows, plan_transform
 from vllm_exl3.cuda.prefill_plan import GemmPlan
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import BLOCK, Codebook
@@ -190,6 +190,7 @@ def plan_gemm(
     partition: GemmPartition | None = None,
     *,
     int8: bool = False,
+    source: Input = Input.PLAIN,
 ) -> GemmPlan:
     """Cut one fused linear into a launch that rotates the input and one of the GEMM.
 
@@ -200,6 +201,7 @@ def plan_gemm(
         limits: the GPU.
         partition: how to divide the work; None chooses by modelled time.
         int8: multiply int8, for shards that `prefill_int8.weights_refusal` does not refuse.
+        source: what is rotated, for shards of at most `MOST_FEW_IN` inputs where it is not the input itself.
 
     Raises:
         ValueError: a shard breaks the layout's rules, `refusal` refuses them, or the GPU has too little shared memory.
@@ -217,7 +219,9 @@ def plan_gemm(
     _check_partition(partition, arguments.n_tiles, depth)
     range_k_blocks, longer_ranges = divmod(arguments.n_tiles * depth, partition.blocks)
 
-    transform = plan_few_rows(rows, in_features, len(shards), int8=int8)
+    transform = plan_few_rows(rows, in_features, len(shards), int8=int8, source=source)
+    if transform is None and source != Input.PLAIN:
+        raise ValueError(f"{in_features} inputs behind {source.name}, expected at most {MOST_FEW_IN}")
     offset_parts = transform.cluster if transform else depth
     transform = transform or plan_transform(rows, in_features, limits)  # refused for int8
     activation_bytes = tokens * _BLOCK_K * (1 if int8 else 2)

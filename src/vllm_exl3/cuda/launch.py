@@ -6,7 +6,7 @@ passes ten numbers to it. CUDA graphs gain nothing; prompts of a length that was
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -128,8 +128,13 @@ def launch_kernels(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     finish: Instance = FINISH,
+    *,
+    fields: Mapping[str, float] | None = None,
 ) -> None:
-    """Launch a plan's kernels without the C++ library; arguments as `Step.launch` has them, of the plan's rows."""
+    """Launch a plan's kernels without the C++ library.
+
+    Arguments as `Step.launch` has them, of the plan's rows; ``fields``: further fields of the kernels' arguments.
+    """
     # Scratch belongs to this call: torch's allocator orders its reuse on this stream, and the kernels touch it only
     # after everything ahead of them has finished. So any number of streams and captured graphs may run at once.
     stream = runtime.current_stream(x.device.index)
@@ -140,6 +145,8 @@ def launch_kernels(
     elif _clears_counters(plan):
         scratch[plan.scratch_parts["counters"] :].zero_()
     bind(arguments, plan.offsets, scratch, plan.scratch_parts, x, trellis, suh, svh, bias, out)
+    for name, value in (fields or {}).items():
+        setattr(arguments, name, value)
     for launch in _launches(plan, _in_vectors(x), finish):
         kernel = device.kernel(launch.instance)
         kernel.allow_shared(launch.shared)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from vllm_exl3 import env
-from vllm_exl3.cuda import dispatch, gemm, launch, prefill, prefill_int8, runtime
+from vllm_exl3.cuda import dispatch, fused_linear, gemm, launch, prefill, prefill_int8, runtime
 from vllm_exl3.cuda.binding import check_bias, check_flat, flat_sizes
 from vllm_exl3.cuda.compiler import Instance
 from vllm_exl3.cuda.gemm_plan import plan_gemm
@@ -207,6 +207,7 @@ def instances(shards: tuple[int, ...], in_width: int, limits: GpuLimits) -> list
             form = choose_form(group, rows, limits)
             found += plan(group, min(rows, form.tile_rows), in_width, form, limits).instances
         found += gemm.instances(group, limits)
+        found += fused_linear.instances(group, limits)
         found += prefill.instances(group, limits)
         found += prefill_int8.instances(group, limits)
     return list(dict.fromkeys(found))

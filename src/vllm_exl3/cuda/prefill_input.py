@@ -1,5 +1,6 @@
 """How the rows of a prefill launch are divided among the blocks of the kernel that rotates them, or rounds them too."""
 
+import enum
 import functools
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ __all__ = [
     "QUANTIZE",
     "ROTATE",
     "ROTATE_FEW",
+    "ROTATE_FUSED",
     "TRANSFORM",
+    "Input",
     "InputLaunch",
     "input_instances",
     "plan_few_rows",
@@ -34,16 +37,33 @@ ROTATE = {
 }
 """The kernel that rotates 16-bit inputs on Hopper's tensor cores, for every tile, by warps of a block."""
 
+
+class Input(enum.IntEnum):
+    """What gemm/rotate.cu rotates, as its ``Input`` has it."""
+
+    PLAIN = 0
+    RMS_NORM = 1
+    SILU_AND_MUL = 2
+
+
+def _rotate_few(transforms: int, source: Input, *, int8: bool) -> Instance:
+    values = {"INSTANCE_TRANSFORMS": transforms, "INSTANCE_BYTES": int(int8), "INSTANCE_INPUT": int(source)}
+    return Instance("gemm/rotate.cu", "exl3_gemm_rotate", tuple((name, str(value)) for name, value in values.items()))
+
+
 ROTATE_FEW = {
-    (transforms, int8): Instance(
-        "gemm/rotate.cu",
-        "exl3_gemm_rotate",
-        (("INSTANCE_TRANSFORMS", str(transforms)), ("INSTANCE_BYTES", str(int(int8)))),
-    )
+    (transforms, int8): _rotate_few(transforms, Input.PLAIN, int8=int8)
     for transforms in (1, 2, 4)
     for int8 in (False, True)
 }
 """The kernel that rotates inputs of any dtype for the GEMM, by 128-blocks of a warp and whether it rounds to int8."""
+
+ROTATE_FUSED = {
+    (transforms, int8, source): _rotate_few(transforms, source, int8=int8)
+    for transforms, int8 in ROTATE_FEW
+    for source in (Input.RMS_NORM, Input.SILU_AND_MUL)
+}
+"""The same after a norm or an activation, of 16-bit inputs."""
 
 QUANTIZE = Instance("prefill/quantize.cu", "exl3_prefill_quantize")
 """The kernel that rotates inputs and rounds them to int8, for every tile."""
@@ -70,7 +90,7 @@ class InputLaunch:
     """The launch of the kernel that rotates inputs.
 
     Attributes:
-        instance: the kernel, `TRANSFORM`, one of `ROTATE` or `QUANTIZE`.
+        instance: the kernel, such as `TRANSFORM`.
         block_rows: rows of a block, a power of two.
         grid: thread blocks in x and y.
         threads: threads a block.
@@ -148,8 +168,10 @@ MOST_FEW_IN = _FEW_WARPS * _FEW_CLUSTERS[-1] * _FEW_TRANSFORMS[-1] * BLOCK
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = False) -> InputLaunch | None:
-    """Divide few rows among the clusters of `ROTATE_FEW`, one a row and shard; None above `MOST_FEW_IN` channels.
+def plan_few_rows(
+    rows: int, in_features: int, shards: int = 1, *, int8: bool = False, source: Input = Input.PLAIN
+) -> InputLaunch | None:
+    """Divide few rows among the clusters of gemm/rotate.cu, one a row and shard; None above `MOST_FEW_IN` channels.
 
     A warp has one 128-block where a cluster may have so many blocks: what counts is how long the last block takes
     (docs/notes/kernels-gpu.md). The number of rows must not enter, since a cluster's blocks decide the order of a sum.
@@ -159,7 +181,8 @@ def plan_few_rows(rows: int, in_features: int, shards: int = 1, *, int8: bool = 
     needed = {cluster_size: -(-in_features // BLOCK // (_FEW_WARPS * cluster_size)) for cluster_size in _FEW_CLUSTERS}
     cluster_size = next((few for few in _FEW_CLUSTERS if needed[few] <= 1), _FEW_CLUSTERS[-1])
     transforms = next(count for count in _FEW_TRANSFORMS if count >= needed[cluster_size])
-    return InputLaunch(ROTATE_FEW[transforms, int8], 1, (rows * cluster_size, shards), 32 * _FEW_WARPS, 0, cluster_size)
+    instance = ROTATE_FEW[transforms, int8] if source == Input.PLAIN else ROTATE_FUSED[transforms, int8, source]
+    return InputLaunch(instance, 1, (rows * cluster_size, shards), 32 * _FEW_WARPS, 0, cluster_size)
 
 
 def input_instances(limits: GpuLimits) -> list[Instance]:

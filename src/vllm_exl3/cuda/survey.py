@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from vllm_exl3.cuda import gemm, narrow, prefill, prefill_int8
+from vllm_exl3.cuda import fused_linear, gemm, narrow, prefill, prefill_int8
 from vllm_exl3.cuda.compiler import ARCHITECTURES, Instance
 from vllm_exl3.cuda.dequantize import dequantize_instance
 from vllm_exl3.cuda.geometry import Codes, GpuLimits
 from vllm_exl3.cuda.linear import EVERY_FORM, choose_form, plan
-from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, ROTATE_FEW
+from vllm_exl3.cuda.prefill_input import MOST_FEW_IN, ROTATE_FEW, ROTATE_FUSED
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.pack import Pack
 from vllm_exl3.pack.spelling import SPLITS
@@ -98,8 +98,10 @@ def instances_for(layers: Iterable[Codes], limits: GpuLimits) -> list[Instance]:
                 found += plan(shards, form.tile_rows, shards[0].in_features, form, limits).instances
         if multiplied := gemm.instances(large, limits):
             rounded = {int8 for (_, int8), instance in ROTATE_FEW.items() if instance in multiplied}
-            # Which of them rotates depends on the input's width.
-            found += [*multiplied, *(instance for (_, int8), instance in ROTATE_FEW.items() if int8 in rounded)]
+            # Which of them rotates depends on the input's width, and on what is before the linear in a model.
+            rotations = ROTATE_FEW | (ROTATE_FUSED if fused_linear.instances(large, limits) else {})
+            found += [*multiplied, *(instance for key, instance in rotations.items() if key[1] in rounded)]
+            found += fused_linear.instances(large, limits)
         # Inputs that are too wide for int8 are multiplied as fp16, also in fast mode.
         found += gemm.instances(tuple(replace(shard, in_features=MOST_FEW_IN + BLOCK) for shard in large), limits)
         found += prefill.instances(small, limits)

@@ -17,6 +17,7 @@ from vllm_exl3 import env
 __all__ = [
     "Backend",
     "Choice",
+    "FusedLinear",
     "calls",
     "count_call",
     "count_reconstructed",
@@ -38,6 +39,21 @@ _VARIABLES = {"moe": env.MOE_KERNEL, "embedding": env.EMBEDDING_KERNEL, "ngram":
 
 
 @dataclass(frozen=True)
+class FusedLinear:
+    """A backend's linears that take in what comes before them, for the ops of `vllm_exl3.ops.fused_linear`.
+
+    Attributes:
+        serves: (shards, width of the linear's input, dtype): whether it serves a layer on the current device.
+        rms_norm: (x, residual or None, norm weight, epsilon, layer): the output, and x + residual where there is one.
+        silu_and_mul: (x, layer): the output.
+    """
+
+    serves: Callable[[tuple[int, ...], int, Any], bool]
+    rms_norm: Callable[..., Any]
+    silu_and_mul: Callable[..., Any]
+
+
+@dataclass(frozen=True)
 class Backend:
     """One implementation of one op.
 
@@ -50,6 +66,7 @@ class Backend:
         prepare: makes layers ready to run on a device, given what their op's kernels depend on (for linears the shard
             layout and input width): what has to be compiled is compiled while the model loads, never in a request.
             None where nothing is needed.
+        fused: for linears, the kernels that also compute a norm or an activation; None where there are none.
     """
 
     op: str
@@ -58,6 +75,7 @@ class Backend:
     function: Callable[..., Any]
     unavailable: Callable[[], str | None]
     prepare: Callable[[Iterable[Any], Any], None] | None = None
+    fused: FusedLinear | None = None
 
 
 @dataclass(frozen=True)

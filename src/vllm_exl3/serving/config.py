@@ -41,6 +41,7 @@ from vllm_exl3.serving.metrics import leave_counters
 from vllm_exl3.serving.missing import ParameterWatch
 from vllm_exl3.serving.models import gpt_oss, qwen4_exp
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
+from vllm_exl3.serving.norm_fusion import fuse_into_linears
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
 from vllm_exl3.serving.parents import end_with_parent
 from vllm_exl3.serving.progress import LoadProgress, phase
@@ -246,6 +247,7 @@ class Exl3Config(QuantizationConfig):
         check_logit_factors(current, self.source or "the pack")
         refuse_specialized_decode(current, self.source or "the pack")
         let_compiled_kernels_overlap(current)
+        fuse_into_linears(current)
         watch_loading(current)
         prefix = prefix.removeprefix(_DRAFT_PREFIX)
         if isinstance(layer, ParallelLMHead):

@@ -75,6 +75,21 @@ TOUCHED = (
     ),
     Touched("vllm.third_party.pynvml:nvmlDeviceGetComputeRunningProcesses", "naming who holds a GPU's memory (doctor)"),
     Touched("vllm.envs:VLLM_CACHE_ROOT", "finding compiled graphs of earlier versions (doctor)"),
+    Touched(
+        "vllm.compilation.passes.inductor_pass:InductorPass.is_applicable_for_range",
+        "norms as part of linears",
+        ("compile_range",),
+    ),
+    Touched(
+        "vllm.compilation.backends:VllmBackend.configure_post_pass",
+        "norms as part of linears",
+        mentions=("self.compilation_config.inductor_compile_config[self.pass_key]",),
+    ),
+    Touched("vllm.config:CompilationConfig.get_compile_ranges", "norms as part of linears of 9 to 128 tokens"),
+    *(
+        Touched(f"vllm.ir.ops:{name}.torch_op", "norms as part of linears")
+        for name in ("rms_norm", "fused_add_rms_norm")
+    ),
     *(
         Touched(f"vllm.lora.{where}:bgmv_shrink", "keeping adapters off tokens of the base model, on CPUs", _SHRINK)
         for where in ("ops.torch_ops.lora_ops", "punica_wrapper.punica_cpu")

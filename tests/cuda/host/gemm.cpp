@@ -107,14 +107,37 @@ inline void max_remote(unsigned at, unsigned value, unsigned barrier) {
 #define cluster_wait wait_for_arrivals
 #define map_to_rank address_in
 
+inline void store_remote_async(unsigned at, float value, unsigned barrier) {
+    *reinterpret_cast<float*>(memory + int(at - SHARED_BASE)) = value;
+    host_barriers[barrier].bytes -= 4, host_barriers[barrier].check();
+}
+inline float rsqrtf(float a) { return 1.0f / std::sqrt(a); }
+
 #define INSTANCE_TRANSFORMS 1
 #define INSTANCE_BYTES 0
+#define INSTANCE_INPUT 0
 namespace one {
 #define exl3_gemm_rotate rotate_one
 #include "gemm/rotate.cu"
 }
 #undef exl3_gemm_rotate
+#undef INSTANCE_INPUT
+#define INSTANCE_INPUT 1
+namespace norm {
+#define exl3_gemm_rotate rotate_norm
+#include "gemm/rotate.cu"
+}
+#undef exl3_gemm_rotate
+#undef INSTANCE_INPUT
+#define INSTANCE_INPUT 2
+namespace product {
+#define exl3_gemm_rotate rotate_product
+#include "gemm/rotate.cu"
+}
+#undef exl3_gemm_rotate
+#undef INSTANCE_INPUT
 #undef INSTANCE_BYTES
+#define INSTANCE_INPUT 0
 #define INSTANCE_BYTES 1
 namespace bytes {
 #define exl3_gemm_rotate rotate_bytes
@@ -130,11 +153,13 @@ namespace four {
 #include "gemm/rotate.cu"
 }
 
-// With one 128-block a warp, or four, or one that is rounded to int8.
-extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes) {
+// With one 128-block a warp, or four, or one that is rounded to int8, or one behind a norm or an activation.
+extern "C" void rotate(const PrefillArgs* args, u32 transforms, int to_bytes, u32 input) {
     cluster_size = args->cluster_size;
     launch(args->rows, args->shard_count, 256 * cluster_size, SHARED_BYTES, [=] {
         if (to_bytes) bytes::rotate_bytes(*args);
+        else if (input == 1) norm::rotate_norm(*args);
+        else if (input == 2) product::rotate_product(*args);
         else if (transforms == 1) one::rotate_one(*args);
         else four::rotate_four(*args);
     });

@@ -84,6 +84,11 @@ __device__ __forceinline__ void max_remote(u32 address, u32 value, u32 barrier) 
     asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.max.u32 [%0], %1, [%2];"
                  ::"r"(address), "r"(value), "r"(barrier) : "memory");
 }
+// The same for a value that takes the place of what is there.
+__device__ __forceinline__ void store_remote_async(u32 address, float value, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(address), "r"(__float_as_uint(value)), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void store_remote(u32 address, float value) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }

@@ -33,6 +33,9 @@ struct PrefillArgs {
     float* offsets;      // scratch [shard][rows][offset_parts]: what byte sums leave out, as parts of a sum, times the row's scale
     uint4* partials;     // scratch [2][ranges][Hadamard blocks of an n tile][16 tokens][vectors of eight sums][256]: of parts of tiles, see prefill/partials.cuh; for gemm/gemm.cu float [2, or 1 with equal parts][ranges][2][tokens][128]
     u32* arrivals;       // scratch [split tiles][Hadamard blocks of an n tile]: see prefill_splits.cuh; null: a launch of its own finishes split tiles; for gemm/gemm.cu one an n tile
+    const void* residual;     // of x's type [rows][in_width], added to x before an RMS norm by gemm/rotate.cu; or null
+    void* residual_out;       // the sum
+    const void* norm_weight;  // [in_width] of x's type
     i64 x_stride;        // elements
     i64 out_stride;
     u32 shard_count;
@@ -58,7 +61,7 @@ struct PrefillArgs {
     u32 cluster_size;         // blocks of a cluster of prefill/rotate.cu or gemm/rotate.cu, which share their rows
     u32 split_k;     // gemm/gemm.cu: whether every n tile is split into equal parts, one a thread block
     u32 offset_parts;    // blocks of a cluster of gemm/rotate.cu, or Hadamard blocks of k where prefill/transform.cu takes its place
-    u32 padding;         // to a multiple of 8 bytes
+    float epsilon;       // of the RMS norm
 };
 
 // Where a range leaves its sums of the tile whose k blocks begin at `tile_begin`: it shares at most the tiles at its two ends.
