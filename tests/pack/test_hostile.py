@@ -22,6 +22,7 @@ from vllm_exl3.cli.tables import print_survey
 from vllm_exl3.pack import Exl3PackError, Pack
 from vllm_exl3.pack.check import check
 from vllm_exl3.pack.headers import MAX_HEADER, FileHeader, read_header
+from vllm_exl3.pack.json_text import parse_json
 from vllm_exl3.plan.survey import survey
 
 _HUGE = 10**12
@@ -125,6 +126,17 @@ def test_any_spoilt_value_is_read_or_refused(
         shutil.rmtree(folder)
     # Of this thread, since a clock would measure the machine's other work; long words in narrow columns take one.
     assert time.thread_time() - before < 10, "seconds"
+
+
+@pytest.mark.parametrize(("digits", "taken"), [(31, True), (38, True), (40, False), (400, False), (5000, False)])
+def test_integers_are_numbers_of_something(digits: int, taken: bool) -> None:
+    """Tokenizers' files hold 10^30 for "no limit"; of longer ones no plan could compute a float."""
+    text = b'{"layers": 2, "most": -1' + b"0" * (digits - 1) + b"}"
+    if taken:
+        assert parse_json(text) == {"layers": 2, "most": -(10 ** (digits - 1))}
+    else:
+        with pytest.raises(ValueError, match="digits"):
+            parse_json(text)
 
 
 def _file(header: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
