@@ -92,11 +92,11 @@ def serve_table() -> str:
     # Rows that a later run kept name the commit that they were measured at.
     kept = [kind for kind in KINDS if any("commit" in row for row in results if row["kernel"] == kind)]
     kept = [KINDS[kind] for kind in kept]
-    earlier = f"; {', '.join(kept[:-1])} and {kept[-1]} in an earlier run" if len(kept) > 1 else ""
+    run = "in one run" if not kept else f"{', '.join(kept)} measured earlier"
     head = (
         "A model with the shape of Llama 3 8B and random weights, served by vLLM on the same GPU: tokens per second "
-        f"decoded at several batch sizes, and milliseconds to the first token after prompts of several lengths, in "
-        f"one run (`benchmarks/results/h200/serve.json`{earlier}):"
+        "decoded at several batch sizes, and milliseconds to the first token after prompts of several lengths "
+        f"(`benchmarks/results/h200/serve.json`, {run}):"
     )
     titles = ["weights", *(f"batch {m}" for m in batches), *(f"first token, {m}" for m in prompts)]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
