@@ -214,12 +214,14 @@ def memory(root: int) -> int:
     return total
 
 
-async def soak(port: int, root: int, seconds: float, clients: int, burst: int) -> tuple[Soak, list[tuple[float, int]]]:
+async def soak(
+    port: int, root: int, seconds: float, clients: int, burst: int, kind: type[Soak] = Soak
+) -> tuple[Soak, list[tuple[float, int]]]:
     """Keep the clients at it; memory by time."""
     # The server closes connections that nobody used for five seconds: a client that sends just then reads nothing.
     limits = httpx.Limits(max_connections=burst + clients + 8, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=STUCK, limits=limits) as client:
-        load, samples, begin = Soak(client, 0), [], time.monotonic()
+        load, samples, begin = kind(client, 0), [], time.monotonic()
         over = begin + (seconds or float("inf"))
 
         async def keep_asking() -> None:
@@ -285,9 +287,10 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place, serve(Path(place)) as server:
         server.wait_healthy(600)
-        root = next(child.pid for child in psutil.Process().children())
         try:
-            load, samples = asyncio.run(soak(server.port, root, arguments.seconds, arguments.clients, arguments.burst))
+            load, samples = asyncio.run(
+                soak(server.port, server.pid, arguments.seconds, arguments.clients, arguments.burst)
+            )
         finally:
             arguments.log.parent.mkdir(parents=True, exist_ok=True)
             arguments.log.write_text(server.log_text())

@@ -9,6 +9,7 @@ state, and the run goes on; the exit status is 1 then. Add such numbers to ``see
 import argparse
 import json
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -65,13 +66,13 @@ class Campaign:
         self._place.mkdir()
         for file, data in files.items():
             (self._place / file).write_bytes(data)
-        before = time.thread_time()
+        before = _thread_seconds()
         try:
             end = self._look(thoroughly=number % 16 == 0)
         except Exception:
             end = "found"
             self.found[number] = traceback.format_exc(limit=-3)
-        if (taken := time.thread_time() - before) > _SLOW:
+        if (taken := _thread_seconds() - before) > _SLOW:
             end = "found"
             self.found[number] = f"{taken:.1f} s"
         self.ends[f"{name}: {end}"] += 1
@@ -91,6 +92,11 @@ class Campaign:
             if not all(error.parts().values()):
                 raise AssertionError(f"an error without words: {error.parts()}") from error
             return "refused"
+
+
+def _thread_seconds() -> float:
+    """Of this thread, without the kernel's: on a machine short of memory, that reclaims pages for seconds."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
 
 
 def _parse() -> argparse.Namespace:

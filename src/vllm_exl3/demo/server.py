@@ -127,6 +127,16 @@ class Server:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the server's first process.
+
+        Raises:
+            AssertionError: it has not been started.
+        """
+        assert self._process is not None, "use the server as a context manager"
+        return self._process.pid
+
     def wait_healthy(self, seconds: float, waiting: Callable[[str], None] = lambda line: None) -> None:
         """Return when ``/health`` answers.
 

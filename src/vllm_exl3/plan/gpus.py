@@ -4,6 +4,7 @@ Source: NVIDIA's data sheets and architecture white papers of each product. ``bf
 float32 accumulation, ``pcie_gbps`` the theoretical rate of the slot in one direction. Only the H200 has been measured.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ MEASURED = "H200"
 """The one whose rates were measured; those of others are scaled from it by published figures."""
 
 
+@functools.lru_cache(maxsize=256)
 def find_gpu(name: str) -> Gpu:
     """The GPU of this name, in any spelling that leaves its letters and digits: ``rtx4090``, ``NVIDIA RTX 4090``.
 
