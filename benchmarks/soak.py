@@ -249,7 +249,8 @@ def drift(samples: list[tuple[float, int]]) -> float:
     end = samples[-1][0]
     settled = [size for at, size in samples if at >= WARM_UP * end]
     fifth = max(1, len(settled) // 5)
-    return statistics.median(settled[-fifth:]) / statistics.median(settled[:fifth]) - 1
+    first = statistics.median(settled[:fifth])
+    return statistics.median(settled[-fifth:]) / first - 1 if first else float("nan")  # a server that ended early
 
 
 def spread(canary: list[Any]) -> float:

@@ -104,7 +104,8 @@ struct exl3_program {
 // The addresses of cuLaunchKernelEx, cuCtxGetCurrent, cuCtxPushCurrent and cuCtxPopCurrent.
 EXL3_API void exl3_set_driver(void* launch_kernel, void* get_context, void* push_context, void* pop_context);
 // Launches a program's kernels one after the other. Returns the driver's status, which exl3_error_text does not know, or
-// EXL3_BAD_PROGRAM, which it does: there is no driver, or arguments or a patch go beyond what they may.
+// EXL3_BAD_PROGRAM, which it does: there is no driver, arguments or a patch go beyond what they may, or an address that
+// is needed is null. A patch fills in eight bytes, whatever the field is declared as.
 #define EXL3_BAD_PROGRAM (-1)
 EXL3_API int exl3_launch(const exl3_program* program, uint64_t x, uint64_t out, uint64_t trellis, uint64_t suh,
                          uint64_t svh, uint64_t bias, uint64_t scratch, uint64_t counters, uint64_t x_stride,

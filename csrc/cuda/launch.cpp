@@ -2,6 +2,9 @@
 
 #include <string.h>
 
+#include <atomic>
+#include <new>
+
 namespace exl3 {
 namespace {
 
@@ -29,11 +32,18 @@ struct Driver {
     int (*get_context)(void** context);
     int (*push_context)(void* context);
     int (*pop_context)(void** context);
-} driver;
+
+    bool complete() const { return launch_kernel && get_context && push_context && pop_context; }
+};
+
+// Replaced as a whole, and never freed: another thread may be launching by it. A process sets it once.
+std::atomic<const Driver*> current_driver{nullptr};
 
 bool valid(const exl3_program& program) {
-    if (!driver.launch_kernel || !driver.get_context || !driver.push_context || !driver.pop_context) return false;
-    if (program.argument_bytes > EXL3_ARGUMENT_BYTES) return false;
+    if (program.argument_bytes > EXL3_ARGUMENT_BYTES || (program.argument_bytes && !program.arguments)) return false;
+    if ((program.patch_count && !program.patches) || (program.kernel_count && !program.kernels)) return false;
+    for (uint32_t i = 0; i < program.kernel_count; i++)
+        if (!program.kernels[i].function) return false;
     for (uint32_t i = 0; i < program.patch_count; i++) {
         const exl3_patch& patch = program.patches[i];
         if (patch.value >= EXL3_VALUE_COUNT) return false;
@@ -42,7 +52,7 @@ bool valid(const exl3_program& program) {
     return true;
 }
 
-int launch_kernel(const exl3_kernel& kernel, void* arguments, void* stream) {
+int launch_kernel(const Driver& driver, const exl3_kernel& kernel, void* arguments, void* stream) {
     Attribute attributes[2];
     memset(attributes, 0, sizeof(attributes));
     Config config = {
@@ -63,14 +73,17 @@ int launch_kernel(const exl3_kernel& kernel, void* arguments, void* stream) {
 }  // namespace
 
 void set_driver(void* launch_kernel, void* get_context, void* push_context, void* pop_context) {
-    memcpy(&driver.launch_kernel, &launch_kernel, sizeof(void*));
-    memcpy(&driver.get_context, &get_context, sizeof(void*));
-    memcpy(&driver.push_context, &push_context, sizeof(void*));
-    memcpy(&driver.pop_context, &pop_context, sizeof(void*));
+    static_assert(sizeof(Driver) == 4 * sizeof(void*), "addresses, one after the other");
+    void* const addresses[] = {launch_kernel, get_context, push_context, pop_context};
+    Driver* const driver = new (std::nothrow) Driver;
+    if (driver) memcpy(driver, addresses, sizeof(addresses));
+    current_driver.store(driver, std::memory_order_release);
 }
 
 int launch(const exl3_program& program, const uint64_t* values, void* stream) {
-    if (!valid(program)) return EXL3_BAD_PROGRAM;
+    const Driver* const found = current_driver.load(std::memory_order_acquire);
+    if (!found || !found->complete() || !valid(program)) return EXL3_BAD_PROGRAM;
+    const Driver& driver = *found;
     alignas(16) uint8_t arguments[EXL3_ARGUMENT_BYTES];
     memcpy(arguments, program.arguments, program.argument_bytes);
     for (uint32_t i = 0; i < program.patch_count; i++) {
@@ -87,7 +100,7 @@ int launch(const exl3_program& program, const uint64_t* values, void* stream) {
     }
     int status = 0;
     for (uint32_t i = 0; i < program.kernel_count && status == 0; i++)
-        status = launch_kernel(program.kernels[i], arguments, stream);
+        status = launch_kernel(driver, program.kernels[i], arguments, stream);
     if (other) driver.pop_context(&context);
     return status;
 }

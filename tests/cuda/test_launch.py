@@ -236,3 +236,14 @@ def test_a_program_that_would_write_elsewhere_is_refused(driver: FakeDriver, at:
     )
     assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == -1
     assert not driver.launched
+
+
+@pytest.mark.parametrize("missing", ["arguments", "patches", "kernels", "function"])
+def test_a_program_without_an_address_is_refused(driver: FakeDriver, missing: str) -> None:
+    arguments, patches, kernels = (ctypes.c_byte * 64)(), (launch._Patch * 1)((0, 0, 0)), (launch._Kernel * 1)()
+    kernels[0].function = None if missing == "function" else 8
+    addresses = {"arguments": arguments, "patches": patches, "kernels": kernels}
+    first = [0 if name == missing else ctypes.addressof(values) for name, values in addresses.items()]
+    program = launch._ProgramStruct(*first, CONTEXT, 64, 1, 1, 0)
+    assert library.library().exl3_launch(ctypes.addressof(program), *[0] * 10, STREAM) == -1
+    assert not driver.launched

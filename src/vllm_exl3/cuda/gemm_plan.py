@@ -43,10 +43,11 @@ GEMM_TILES, INT8_GEMM_TILES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128), (16,
 """Tokens that an instance of the kernel multiplies, with fp16 and with int8."""
 
 _DEVICE = constants("gemm/gemm.cuh")
-_BLOCK_N, _BLOCK_K, _K_TILES, _BARRIERS, _THREADS = (
-    _DEVICE[f"GEMM_{name}"] for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "BARRIER_BYTES", "BLOCK_THREADS")
+_BLOCK_N, _BLOCK_K, _K_TILES, _BARRIERS, _MOST_STAGES, _THREADS = (
+    _DEVICE[f"GEMM_{name}"]
+    for name in ("BLOCK_N", "BLOCK_K", "K_TILES", "BARRIER_BYTES", "MOST_STAGES", "BLOCK_THREADS")
 )
-_MOST_STAGES, _MOST_KINDS = 12, 2
+_MOST_KINDS = 2
 _MOST_SPLITS = 64
 """Splits of an n tile: more only add reading."""
 

@@ -217,7 +217,7 @@ class _Program:
             kernel.allow_shared(launch.shared)
         dependent = int(device.limits.dependent_launch)
         # All of it stays as long as the program, which points to it.
-        self._arguments = arguments
+        self._arguments, self._functions = arguments, kernels
         self._patches = (_Patch * len(patches))(*patches)
         self._kernels = (_Kernel * len(kernels))(
             *(

@@ -7,7 +7,9 @@
 #include "gemm/mainloop.cuh"
 
 constexpr u32 GEMM_PRODUCER_THREADS = 128, GEMM_BLOCK_THREADS = GEMM_PRODUCER_THREADS + GEMM_CONSUMER_THREADS;
+constexpr u32 GEMM_MOST_STAGES = 12;
 constexpr u32 GEMM_BARRIER_BYTES = 256;  // two words, a barrier, the pipeline's barriers
+static_assert(16 + 16 * GEMM_MOST_STAGES <= GEMM_BARRIER_BYTES, "each stage has a full and an empty barrier");
 // Shared memory: those, offsets, what epilogues need, the pipeline.
 template <int TOKENS> constexpr u32 gemm_head_bytes = GEMM_BARRIER_BYTES + 4 * MAX_SHARDS * TOKENS;
 

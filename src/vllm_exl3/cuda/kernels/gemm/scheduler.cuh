@@ -3,7 +3,7 @@
 // An n tile is 256 output channels, two Hadamard blocks. A k block is 128 input channels of an n tile. K blocks of an n tile lie together with k
 // rising, n tiles of a shard together, shards together; thread block b takes the contiguous range b of that list. Under split-K every
 // n tile is divided into equal ranges, one a thread block; under stream-K the whole list is. That depends on (N, K, blocks) alone, and so does the order
-// of every sum: the number of tokens does not enter.
+// of every sum; the host chooses the blocks once for up to 48 tokens and once for more (gemm_plan.py).
 #pragma once
 #include "prefill/arguments.cuh"
 
