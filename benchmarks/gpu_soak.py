@@ -41,7 +41,7 @@ SERVERS: dict[str, list[str]] = {
     "dense": [],
     "experts": [],
     "int4 KV cache": ["--kv-cache-dtype", "int4_per_token_head"],
-    "adapters": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules"],
+    "adapters": "--dtype float16 --enable-lora --max-lora-rank 8 --max-loras 2 --lora-modules".split(),
 }
 """Each kind's own options of ``vllm serve``."""
 
@@ -75,7 +75,7 @@ def serve(place: Path, kind: str) -> Server:
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     command += SERVERS[kind]
     if kind == "adapters":
-        command += ["--dtype", "float16", *(f"{name}={adapter(place / name, i)}" for i, name in enumerate(ADAPTERS))]
+        command += [f"{name}={adapter(place / name, seed)}" for seed, name in enumerate(ADAPTERS)]
     return Server(command, port=port, log=place / "log", environment=environment)
 
 

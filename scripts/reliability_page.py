@@ -13,6 +13,7 @@ from generated import ROOT, write_or_check
 
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200"
 STATE = ROOT / ".cache" / "fuzz"
 
 HEAD = """# Reliability
@@ -61,6 +62,15 @@ answers of another status than the request earns.
 |---|---|---|---|---|---|---|---|---|
 """
 
+GPU_LOAD = """
+On one H200, servers as `vllm serve` starts them by default, at once and each under its own clients and bursts
+(`benchmarks/gpu_soak.py`, `benchmarks/results/h200/soak.json`). They run under `VLLM_BATCH_INVARIANT=1`, so that every
+canary must be equal to the bit. GPU memory is that of all servers together.
+
+| server | seconds | requests | stuck | wrong | canaries | equal to the bit | memory drift | GPU memory drift | p99 to first token |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
 TAUGHT = """
 ## Findings and changes
 
@@ -77,6 +87,12 @@ NAMES = {
 
 LESSONS = (
     ("open", "a thread for each opened pack took longer than parsing it", "folders are read without threads", ""),
+    (
+        "open",
+        "integers of hundreds of digits in config.json overflowed the plans that `inspect` computes",
+        "JSON with integers of more than 128 bits is refused",
+        "tests/pack/test_hostile.py",
+    ),
     (
         "load",
         "bytes of a norm read as another 16-bit type, silently",
@@ -193,6 +209,8 @@ def page() -> str:
         text += _kinds(row["ends"])
     if (RESULTS / "soak.json").exists():
         text += _load(json.loads((RESULTS / "soak.json").read_text(encoding="utf-8")))
+    if (GPU_RESULTS / "soak.json").exists():
+        text += _gpu_load(json.loads((GPU_RESULTS / "soak.json").read_text(encoding="utf-8")))
     text += TAUGHT
     for where, found, taught, test in LESSONS:
         text += f"| {where} | {found} | {taught} | {f'`{test}`' if test else ''} |\n"
@@ -214,6 +232,20 @@ def _load(results: dict[str, Any]) -> str:
     requests, hours = sum(row["requests"] for row in rows), sum(row["seconds"] for row in rows) / 3600
     text += f"\nTogether: {requests:,} requests in {hours:.2f} hours.\n"
     return text + "".join(f"\nOf the run of {row['seconds']} s: {row['note']}.\n" for row in rows if row["note"])
+
+
+def _gpu_load(results: dict[str, Any]) -> str:
+    text, rows = GPU_LOAD, results["rows"]
+    for row in rows:
+        equal = "yes" if row["canary_bits"] == 1 else f"{row['canary_bits']} answers"
+        cells = (row["subject"], row["seconds"], f"{row['requests']:,}", row["stuck"], sum(row["wrong"].values()))
+        cells += (row["canaries"], equal, *(f"{100 * row[of]:.2f} %" for of in ("memory_drift", "gpu_memory_drift")))
+        text += "| " + " | ".join(map(str, (*cells, f"{row['first_token_p99_s']} s"))) + " |\n"
+    kinds = Counter[str]()
+    for row in rows:
+        kinds.update({what.partition(":")[0]: count for what, count in row["wrong"].items()})
+    wrong = "; ".join(f"{count:,} requests of the kind “{what}” got an internal error" for what, count in kinds.items())
+    return text + (f"\n{wrong} without a message; the cause is not known.\n" if wrong else "")
 
 
 def main() -> int:
