@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
+from vllm_exl3.env_experts import EXPERTS, EXPERTS_GPU_GIB, EXPERTS_STATS, EXPERTS_VARIABLES, check_experts
 from vllm_exl3.env_planning import PLANNING
 from vllm_exl3.env_variable import (
     Variable,
@@ -25,6 +26,9 @@ __all__ = [
     "DECODE_LIMIT",
     "DEPENDENT_LAUNCH",
     "EMBEDDING_KERNEL",
+    "EXPERTS",
+    "EXPERTS_GPU_GIB",
+    "EXPERTS_STATS",
     "FAT_THRESHOLD",
     "FUSED_TEMP_ROWS",
     "GROUPED_PREFILL",
@@ -289,6 +293,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NGRAM_TABLE,
     NGRAM_CACHE_MIB,
     REQUIRE_UVA_EXPERTS,
+    *EXPERTS_VARIABLES,
     CPU_ISA,
     METRICS_FOLDER,
     CACHE,
@@ -307,6 +312,7 @@ def validate() -> None:
         variable.get()
     if not GROUPED_PREFILL.get():
         _require_decode_path()
+    check_experts()
 
 
 def _require_decode_path() -> None:

@@ -66,6 +66,7 @@ def build(
     here: list[int] | None = None,
     eplb: bool = False,
     lora: SimpleNamespace | None = None,
+    resident: frozenset[int] | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """A built, unloaded stand-in for vLLM's RoutedExperts on one rank."""
@@ -95,6 +96,7 @@ def build(
         report=report,
         layer_ready=lambda where, layer: report.layer_ready(where, layer, pack),
         trellis_arrived=lambda trellis: None,
+        expert_tiers=SimpleNamespace(resident=lambda where, group, share: resident),
     )
     with mock.patch.object(moe_checks, "get_current_vllm_config", lambda: SimpleNamespace(lora_config=lora)):
         module.quant_method = Exl3MoEMethod(config, f"{MLP}.experts", module, pack.experts[MLP])

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_exl3.cpu import library
 
-__all__ = ["DriverError", "Kernel", "find_launcher", "load_kernel", "zeroed_memory"]
+__all__ = ["DriverError", "Kernel", "find_launcher", "load_kernel", "mapped_address", "zeroed_memory"]
 
 
 class DriverError(RuntimeError):
@@ -181,6 +181,18 @@ def zeroed_memory(size: int) -> int:
     _check(status, "clearing memory")
     (status,) = driver.cuCtxSynchronize()
     _check(status, "clearing memory")
+    return int(address)
+
+
+def mapped_address(host: int) -> int:
+    """The address at which the current context's kernels read mapped host memory.
+
+    Raises:
+        DriverError: it is not mapped.
+    """
+    driver = _driver()
+    status, address = driver.cuMemHostGetDevicePointer(host, 0)
+    _check(status, f"mapping host memory at {host:#x}")
     return int(address)
 
 

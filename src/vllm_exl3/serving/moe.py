@@ -13,9 +13,11 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
 from vllm_exl3.ops.experts import share_input_scales
 from vllm_exl3.pack.stored import Codebook, ExpertGroup
+from vllm_exl3.serving.expert_tiers import Share
 from vllm_exl3.serving.loading import register_parameter
 from vllm_exl3.serving.models.laguna import is_laguna, routed_scale
 from vllm_exl3.serving.moe_checks import ActivationCall, activation_call, check_scales, refuse_unserved
+from vllm_exl3.serving.moe_host import HostExperts
 from vllm_exl3.serving.moe_layout import ExpertLayout
 from vllm_exl3.serving.moe_loading import ExpertLoaders
 from vllm_exl3.serving.moe_names import expert_loader
@@ -55,6 +57,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.scale = 1.0
         self.layout: ExpertLayout
         self.loaders: ExpertLoaders
+        self.host: HostExperts | None = None
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def create_weights(
@@ -70,20 +73,28 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         parallel = layer.moe_config.moe_parallel_config
         total = layer.global_num_experts
         numbers = [layer._map_global_expert_id_to_local_expert_id(expert) for expert in range(total)]
+        local = sorted((e for e in range(total) if numbers[e] >= 0), key=numbers.__getitem__)
+        share = Share(tuple(local), parallel.tp_rank, parallel.tp_size)
         self.layout = layout = ExpertLayout(
             self.where,
             self.group,
             self.config.pack.linears,
-            local=sorted((e for e in range(total) if numbers[e] >= 0), key=numbers.__getitem__),
+            local=local,
             total=total,
             hidden=hidden_size,
             intermediate=intermediate_size_per_partition * parallel.tp_size,
             roles=("gate", "up", "down") if self.activation.gated else ("up", "down"),
             rank=parallel.tp_rank,
             ranks=parallel.tp_size,
+            resident=self.config.expert_tiers.resident(self.where, self.group, share) if local else None,
         )
+        self.host = HostExperts(layout) if layout.in_host else None
         self.loaders = loaders = ExpertLoaders(
-            layout, numbers, adds_bias=parallel.tp_rank == 0, trellis_arrived=self.config.trellis_arrived
+            layout,
+            numbers,
+            adds_bias=parallel.tp_rank == 0,
+            trellis_arrived=self.config.trellis_arrived,
+            host=self.host.words if self.host is not None else None,
         )
         self._host_table = layout.table
         for name, sizes in layout.sizes.items():
@@ -119,11 +130,15 @@ class Exl3MoEMethod(FusedMoEMethodBase):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
         self._host_table = share_input_scales(self.layout.table, layer.w13_suh)
         with torch.inference_mode():  # as they were made, at the first forward
-            for table in self._tables.values():
-                table.copy_(self._host_table)  # in place: captured graphs read it
+            for device, table in self._tables.items():
+                table.copy_(self._placed_table(device))  # in place: captured graphs read it
         if is_laguna(self.config.pack.config):
             self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
         self.config.layer_ready(self.where, layer)
+
+    def bytes_beside_parameters(self) -> dict[str, int]:
+        """Bytes that the report counts and that no parameter holds, by what they are."""
+        return {"trellis in host memory": self.host.nbytes} if self.host is not None else {}
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: vLLM's own expert kernels are not used."""
@@ -162,7 +177,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             layer.w2_suh,
             layer.w2_svh,
             getattr(layer, "w2_bias", None),
-            self._table(x.device),
+            self._table(layer, x.device),
             self.layout.kinds,
             self.layout.intermediate,
             call.name,
@@ -174,9 +189,15 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         )
         return output
 
-    def _table(self, device: torch.device) -> torch.Tensor:
+    def _table(self, layer: RoutedExperts, device: torch.device) -> torch.Tensor:
         # Made at the first forward, not while loading: what is allocated then is lost when the engine sleeps.
         table = self._tables.get(device)
+        if self.host is not None:
+            self.host.check_bases(layer, device)
         if table is None:
-            table = self._tables[device] = self._host_table.to(device)
+            table = self._tables[device] = self._placed_table(device).to(device)
         return table
+
+    def _placed_table(self, device: torch.device) -> torch.Tensor:
+        """The table on the CPU, as kernels on a device need it."""
+        return self._host_table if self.host is None else self.host.placed(self._host_table, device)

@@ -1,0 +1,49 @@
+"""Environment variables that say where routed experts are kept and computed."""
+
+from typing import Any
+
+from vllm_exl3.env_variable import Variable, VariableError, choice, file_in_a_folder, gibibytes_or_auto
+
+__all__ = ["EXPERTS", "EXPERTS_GPU_GIB", "EXPERTS_STATS", "EXPERTS_VARIABLES", "check_experts"]
+
+EXPERTS = Variable(
+    "VLLM_EXL3_EXPERTS",
+    "gpu",
+    choice("gpu", "host", "auto"),
+    "Where routed experts are kept when a GPU serves the model. gpu: all in its memory; host: as many as "
+    "VLLM_EXL3_EXPERTS_GPU_GIB allows, the others in pinned host memory, which the GPU's kernels read over the bus, "
+    "with the same results bit for bit; auto: as many in GPU memory as vllm-exl3 plan finds room for, the others in "
+    "host memory (docs/offload.md).",
+)
+
+EXPERTS_GPU_GIB = Variable(
+    "VLLM_EXL3_EXPERTS_GPU_GIB",
+    "auto",
+    gibibytes_or_auto,
+    "How many GiB of routed experts' trellises each GPU keeps in its own memory. auto: none for "
+    "VLLM_EXL3_EXPERTS=host, what is planned for auto. Their scales and biases, about 1 % more, always stay there.",
+)
+
+EXPERTS_STATS = Variable(
+    "VLLM_EXL3_EXPERTS_STATS",
+    "",
+    file_in_a_folder,
+    "File of routing statistics. If it exists when the model is loaded, the most used experts stay in GPU memory. "
+    "Empty: every layer keeps the same share of its experts.",
+)
+
+EXPERTS_VARIABLES: tuple[Variable[Any], ...] = (EXPERTS, EXPERTS_GPU_GIB, EXPERTS_STATS)
+"""All of them."""
+
+
+def check_experts() -> None:
+    """Refuse a limit where nothing is limited.
+
+    Raises:
+        VariableError: naming both variables.
+    """
+    if EXPERTS.get() == "gpu" and EXPERTS_GPU_GIB.get() is not None:
+        raise VariableError(
+            f"{EXPERTS_GPU_GIB.name}={EXPERTS_GPU_GIB.given()[0][1]} limits what {EXPERTS.name}=gpu keeps in GPU "
+            f"memory whole: set {EXPERTS.name}=host or auto, or unset the limit"
+        )
