@@ -29,7 +29,8 @@ EXPERTS_STATS = Variable(
     "",
     file_in_a_folder,
     "File of routing statistics. If it exists when the model is loaded, the most used experts stay in GPU memory. "
-    "Empty: every layer keeps the same share of its experts.",
+    "While a GPU serves, routed slots are counted and added to it every minute and at the end. Empty: every layer "
+    "keeps the same share of its experts, and nothing is counted.",
 )
 
 EXPERTS_VARIABLES: tuple[Variable[Any], ...] = (EXPERTS, EXPERTS_GPU_GIB, EXPERTS_STATS)

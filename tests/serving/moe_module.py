@@ -96,7 +96,9 @@ def build(
         report=report,
         layer_ready=lambda where, layer: report.layer_ready(where, layer, pack),
         trellis_arrived=lambda trellis: None,
-        expert_tiers=SimpleNamespace(resident=lambda where, group, share: resident),
+        expert_tiers=SimpleNamespace(
+            resident=lambda where, group, share: resident, counter=lambda group, experts, owner: None
+        ),
     )
     with mock.patch.object(moe_checks, "get_current_vllm_config", lambda: SimpleNamespace(lora_config=lora)):
         module.quant_method = Exl3MoEMethod(config, f"{MLP}.experts", module, pack.experts[MLP])

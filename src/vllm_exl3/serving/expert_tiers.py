@@ -4,6 +4,7 @@ The first layer of experts that is built asks for the whole model, whose sizes t
 in GPU memory lies in pinned host memory; GPU kernels read it there, through offsets from the same base address.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from vllm_exl3 import env, host_memory
@@ -23,12 +25,15 @@ from vllm_exl3.pack.wording import byte_size
 from vllm_exl3.plan.expert_budget import planned_budget
 from vllm_exl3.plan.expert_usage import check_usage, read_usage
 from vllm_exl3.plan.residency import LayerExperts, expert_bytes, resident_experts
+from vllm_exl3.serving.expert_usage import RoutingCounter, recorder
 from vllm_exl3.serving.skipping import OtherStages
 
 if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
 __all__ = ["ExpertTiers", "Placement", "Share"]
+
+logger = logging.getLogger("vllm.exl3")
 
 _CACHE_TYPES = {"float16": "auto", "bfloat16": "auto", "fp8": "fp8"}
 """vLLM's ``--kv-cache-dtype`` by what the plan calls it, where the two differ."""
@@ -94,6 +99,7 @@ class ExpertTiers:
     def __init__(self, config: "Exl3Config") -> None:
         self._config = config
         self.placement: Placement | None = None
+        self._said = False
 
     def resident(self, where: str, group: ExpertGroup, share: Share) -> frozenset[int] | None:
         """The experts of a layer whose trellises stay in GPU memory; None for all.
@@ -109,6 +115,26 @@ class ExpertTiers:
         if self.placement is None:
             self.placement = self._decide(where, share)
         return self.placement.resident.get(group.key)
+
+    def counter(self, group: ExpertGroup, experts: int, owner: object) -> RoutingCounter | None:
+        """What counts the routing of a layer, if this rank is the one that does so for all.
+
+        Args:
+            group: the layer's experts in the pack.
+            experts: of the whole model.
+            owner: the counter is read as long as this lives.
+        """
+        found = recorder()
+        if found is None or current_platform.device_type != "cuda":
+            if found is not None and not self._said:
+                self._said = True
+                logger.warning("vllm-exl3: %s: routing is counted on GPUs only", env.EXPERTS_STATS.name)
+            return None
+        current = get_current_vllm_config_or_none()
+        # Ranks of tensor and data parallelism see the same tokens, gathered before they are routed.
+        first = get_tensor_model_parallel_rank() == 0
+        first = first and (current is None or current.parallel_config.data_parallel_rank == 0)
+        return found.counter(group.key, experts, owner) if first else None
 
     def _decide(self, where: str, share: Share) -> Placement:
         wanted, current = env.EXPERTS.get(), get_current_vllm_config_or_none()

@@ -14,6 +14,7 @@ import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
 from vllm_exl3.ops.experts import share_input_scales
 from vllm_exl3.pack.stored import Codebook, ExpertGroup
 from vllm_exl3.serving.expert_tiers import Share
+from vllm_exl3.serving.expert_usage import RoutingCounter
 from vllm_exl3.serving.loading import register_parameter
 from vllm_exl3.serving.models.laguna import is_laguna, routed_scale
 from vllm_exl3.serving.moe_checks import ActivationCall, activation_call, check_scales, refuse_unserved
@@ -58,6 +59,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.layout: ExpertLayout
         self.loaders: ExpertLoaders
         self.host: HostExperts | None = None
+        self.counter: RoutingCounter | None = None
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def create_weights(
@@ -89,6 +91,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             resident=self.config.expert_tiers.resident(self.where, self.group, share) if local else None,
         )
         self.host = HostExperts(layout) if layout.in_host else None
+        self.counter = self.config.expert_tiers.counter(self.group, total, self)
         self.loaders = loaders = ExpertLoaders(
             layout,
             numbers,
@@ -153,6 +156,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``x [M, hidden]`` through its experts; this rank's part of the sum, in the dtype of ``x``."""
+        if self.counter is not None:
+            self.counter.count(topk_ids)
         if self.scale != 1:
             # In float32 either way: the unscaled result may be too small for float16.
             if layer.apply_router_weight_on_input:
