@@ -4,8 +4,8 @@
     python benchmarks/gpu_tiers.py [--out benchmarks/results/h200/tiers.json] [--jobs K4:gpu:1 K4:host:0.5 op ...]
 
 A job is PACK:TIER:SHARE: the share of experts that stays in GPU memory, the others in a tier. Packs are random, of 8
-layers of 128 experts: ``K4``, and ``mixed`` (K 3, 4 and 5 by expert and projection). Engines start side by side, each in
-a process of its own, and take turns; CUDA graphs are of whole decode steps. Tokens per second are those of decoding
+layers of 128 experts: ``K4``, and ``mixed`` (K 3, 4 and 5 by expert and projection). Engines start side by side, each
+in a process of its own, and take turns; CUDA graphs are of whole decode steps. Tokens per second are those of decoding
 alone, from the difference between two output lengths. ``tokens`` says whether they are those of the same pack all on
 the GPU. ``op`` times one layer under uniform routing and under Zipf's law (exponent 1, the most used experts on the
 GPU), with the bandwidth of plain copies over the bus beside it.
