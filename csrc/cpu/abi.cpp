@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "../cuda/launch.h"
+#include "../cuda/share.h"
 #include "decode.h"
 #include "encode.h"
 #include "format.h"
@@ -243,6 +244,10 @@ int exl3_moe_reserve(const exl3_moe_call* call) {
 void exl3_set_driver(void* launch_kernel, void* get_context, void* push_context, void* pop_context) {
     exl3::set_driver(launch_kernel, get_context, push_context, pop_context);
 }
+
+void exl3_set_share_driver(const exl3_share_driver* functions) { exl3::set_share_driver(*functions); }
+
+int exl3_enqueue_share(const exl3_share_launch* launch) { return exl3::enqueue_share(*launch); }
 
 int exl3_launch(const exl3_program* program, uint64_t x, uint64_t out, uint64_t trellis, uint64_t suh, uint64_t svh,
                 uint64_t bias, uint64_t scratch, uint64_t counters, uint64_t x_stride, uint64_t out_stride,

@@ -5,6 +5,7 @@
 // 2 bfloat16. Codebooks: 0 3INST, 1 mcg, 2 mul1. `half_bits` is 2·K. `threads` is an upper bound.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
 #if defined(_WIN32)
@@ -14,7 +15,7 @@
 #endif
 
 // Raised whenever a function or a structure changes; the Python side refuses another number.
-#define EXL3_ABI_VERSION 5
+#define EXL3_ABI_VERSION 6
 
 // One trellis of a fused layer (vllm_exl3.ops.shards.Shard). Shards lie back to back in the flat
 // trellis (16·K int16 a tile), suh and svh.
@@ -126,6 +127,42 @@ EXL3_API int exl3_moe(const exl3_moe_call* call);
 EXL3_API int exl3_moe_reserve(const exl3_moe_call* call);
 // Bytes of scratch memory that the context holds.
 EXL3_API int64_t exl3_context_bytes(const exl3_context* context);
+
+// Experts of a layer that the CPU computes while a GPU computes the others, as work of CUDA streams (csrc/cuda/share.cpp). All that this
+// points to must stay as long as a stream, or a graph that was captured of it, may run it. No two may run at once on the same memory.
+struct exl3_share {
+    exl3_moe_call call;      // x, weights and out lie in pinned memory, packed; ids are `ids`; out is float32
+    const void* routed_ids;  // pinned: [tokens][top_k] as the model routed them
+    const int32_t* local;    // [local_size]: the call's number of each expert of the model; others for those that are not the call's
+    int32_t* ids;            // [tokens][top_k], written by each run
+    int64_t local_size, runs;
+    int32_t routed_id_bytes;  // 4 or 8
+    int32_t status;           // what exl3_moe returned for the last run that failed, whose reply is NaN; or 0
+};
+
+// The addresses of cuMemcpyAsync, cuLaunchHostFunc, cuEventRecord, cuStreamWaitEvent, cuCtxGetCurrent, cuCtxPushCurrent and
+// cuCtxPopCurrent.
+struct exl3_share_driver {
+    int (*copy)(uint64_t target, uint64_t source, size_t bytes, void* stream);
+    int (*host_function)(void* stream, void (*function)(void* data), void* data);
+    int (*record)(void* event, void* stream);
+    int (*wait)(void* stream, void* event, unsigned flags);
+    int (*get_context)(void** context);
+    int (*push_context)(void* context);
+    int (*pop_context)(void** context);
+};
+
+struct exl3_share_launch {
+    exl3_share* share;
+    void* context;                     // CUcontext of the streams
+    void *stream, *side;               // the side's work begins with what the stream holds so far
+    void *ready, *done;                // events: recorded on the stream first, and on the side last
+    uint64_t x, ids, weights, reply;   // device memory: the model's, packed, and float32 [tokens][hidden]
+};
+
+EXL3_API void exl3_set_share_driver(const exl3_share_driver* functions);
+// Enqueues a run; the stream has to wait for `done` before it reads the reply. Returns the driver's status, or EXL3_BAD_PROGRAM.
+EXL3_API int exl3_enqueue_share(const exl3_share_launch* launch);
 
 // Launches of CUDA kernels (csrc/cuda). One structure of arguments serves all kernels of a program; what differs from call to call is
 // written into a copy of it.

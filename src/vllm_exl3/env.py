@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
-from vllm_exl3.env_experts import EXPERTS, EXPERTS_GPU_GIB, EXPERTS_STATS, EXPERTS_VARIABLES, check_experts
+from vllm_exl3.env_experts import (
+    EXPERTS,
+    EXPERTS_CPU_ROWS,
+    EXPERTS_CPU_THREADS,
+    EXPERTS_GPU_GIB,
+    EXPERTS_STATS,
+    EXPERTS_VARIABLES,
+    check_experts,
+)
 from vllm_exl3.env_planning import PLANNING
 from vllm_exl3.env_variable import (
     Variable,
@@ -27,6 +35,8 @@ __all__ = [
     "DEPENDENT_LAUNCH",
     "EMBEDDING_KERNEL",
     "EXPERTS",
+    "EXPERTS_CPU_ROWS",
+    "EXPERTS_CPU_THREADS",
     "EXPERTS_GPU_GIB",
     "EXPERTS_STATS",
     "FAT_THRESHOLD",

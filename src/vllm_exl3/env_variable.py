@@ -22,6 +22,7 @@ __all__ = [
     "mebibytes_or_unlimited",
     "ngram_kernel",
     "rows_or_auto",
+    "threads_or_auto",
     "whole",
     "yes_or_no",
 ]
@@ -152,6 +153,11 @@ def gibibytes_or_auto(text: str) -> int | None:
 def rows_or_auto(text: str) -> int | None:
     """Take a number of rows, or ``auto``, which is None."""
     return None if text.lower() == "auto" else whole(0)(text)
+
+
+def threads_or_auto(text: str) -> int | None:
+    """Take a number of threads, or ``auto``, which is None."""
+    return None if text.lower() == "auto" else whole(1, 1024)(text)
 
 
 def mebibytes_or_unlimited(text: str) -> int | None:

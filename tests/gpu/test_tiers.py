@@ -16,7 +16,9 @@ from gpu_moe_layers import INST3, MCG, MUL1, GpuLayer, random_layer
 
 from vllm_exl3.cuda import moe
 from vllm_exl3.cuda.moe_timing import random_routing
+from vllm_exl3.cuda.share import CpuShare, SideStream
 from vllm_exl3.ops.experts import shift_trellises
+from vllm_exl3.ops.moe import MoECall
 from vllm_exl3.ops.pinned import PinnedWords
 
 MIXED = [(2, MUL1), (4, MUL1), (3, MCG), (6, INST3), (2.5, MUL1)]
@@ -71,6 +73,47 @@ def test_a_graph_reads_host_memory() -> None:
     assert not torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("kinds", [[(4, MUL1)], MIXED], ids=["K4", "mixed"])
+@pytest.mark.parametrize("tokens", [1, 8, 33])
+def test_the_cpu_computes_its_share(kinds: list[Any], tokens: int) -> None:
+    """Eagerly and in a graph that is replayed with other inputs; against the GPU alone."""
+    layer, experts = random_layer(8, 1024, 512, kinds), [1, 3, 6]
+    arguments = layer.arguments(*random_routing(1, 8, 2, device="cpu"))
+    on_cpu = [part.cpu() if isinstance(part, torch.Tensor) else part for part in arguments]
+    call = MoECall(*on_cpu)._replace(table=layer.table.cpu()[experts].contiguous())
+    local, own = torch.full((2, 8), -1, dtype=torch.int32)
+    local[experts] = torch.arange(3, dtype=torch.int32)
+    rest = [expert for expert in range(8) if expert not in experts]
+    own[rest] = torch.tensor(rest, dtype=torch.int32)
+    share, own = CpuShare(SideStream(4, None, 64, 1024, 2), call, local), own.cuda()
+    x, (weights, ids) = torch.randn(tokens, 1024, device="cuda").half(), random_routing(tokens, 8, 2)
+
+    def divided() -> torch.Tensor:
+        stream = torch.cuda.current_stream().cuda_stream
+        reply = share.enqueue(x, weights, ids, stream)
+        gpu = moe.moe(x, *layer.arguments(weights, ids, own), out_dtype=torch.float32)
+        share.join(stream)
+        return gpu + reply
+
+    def error(found: torch.Tensor) -> float:
+        wanted = moe.moe(x, *layer.arguments(weights, ids), out_dtype=torch.float32)
+        return float((found - wanted).norm() / wanted.norm())
+
+    for _ in range(20):
+        assert error(divided()) < 2e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = divided()
+    runs = share.runs
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        ids.copy_(torch.randn(tokens, 8, device="cuda").topk(2).indices)
+        graph.replay()
+        assert error(out) < 2e-3
+    torch.cuda.synchronize()
+    assert share.runs == runs + 20
+
+
 vllm = pytest.mark.skipif(
     subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, check=False).returncode != 0,
     reason="needs vLLM for CUDA",
@@ -104,6 +147,25 @@ def test_engines_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, share: fl
     model = runtime_diagnostics()["models"][-1]
     assert model["bytes"]["trellis in host memory"] == model["tiers"]["host_bytes"] == (1 - share) * total
     assert model["tiers"]["gpu_bytes"] == share * total
+
+
+@vllm
+@pytest.mark.parametrize("eager", [True, False])
+def test_an_engine_with_experts_on_the_cpu(monkeypatch: pytest.MonkeyPatch, eager: bool) -> None:
+    """Sums are of other arithmetic, so the first tokens are compared, and that replays repeat themselves."""
+    from tests.gpu.engines import MOE, plain_tokens, serving
+    from tests.serving.engine import PROMPTS, generate
+    from vllm_exl3.ops import backends
+
+    expected = plain_tokens(MOE)
+    _budget(monkeypatch, 0.5)
+    monkeypatch.setenv("VLLM_EXL3_EXPERTS", "cpu")
+    backends.reset_calls()
+    with serving(MOE, enforce_eager=eager) as llm:
+        found = [generate(llm, PROMPTS) for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert [row[:2] for row in found[0]] == [row[:2] for row in expected]
+    assert backends.calls()["moe", "cpu_share", "RoutedExperts"]
 
 
 @vllm

@@ -25,7 +25,7 @@ def words_at(address: int, count: int) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_int16 * count).from_address(address)).copy())
 
 
-def moe_by_address(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def moe_by_address(x: torch.Tensor, *arguments: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """The op in plain PyTorch, on trellises that are fetched from wherever the table's offsets lead."""
     call = MoECall(*arguments)
     bases = (call.w13_trellis.data_ptr(), call.w2_trellis.data_ptr())
@@ -42,6 +42,8 @@ def moe_by_address(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
             taken[down] += part.trellis_words
         experts.append(placed)
     changed = call._replace(w13_trellis=torch.cat(flat[0]), w2_trellis=torch.cat(flat[1]), table=pack_table(experts))
+    if out_dtype is not None:  # the CUDA kernels round once, where they store
+        return moe_reference(x.float(), *changed).to(out_dtype)
     return moe_reference(x, *changed)
 
 

@@ -26,7 +26,7 @@ __all__ = [
     "use_openmp",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """The ``EXL3_ABI_VERSION`` that this code speaks."""
 
 _NAME = "libvllm_exl3_cpu"
@@ -209,5 +209,8 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.exl3_context_bytes.restype = long
     loaded.exl3_set_driver.argtypes = [pointer] * 4
     loaded.exl3_set_driver.restype = None
+    loaded.exl3_set_share_driver.argtypes = [pointer]
+    loaded.exl3_set_share_driver.restype = None
+    loaded.exl3_enqueue_share.argtypes = [pointer]
     loaded.exl3_launch.argtypes = [pointer, *[ctypes.c_uint64] * 10, pointer]
     loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]

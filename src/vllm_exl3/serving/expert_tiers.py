@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
 
 from vllm_exl3 import env, host_memory
+from vllm_exl3.cpu import library
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.moe import moe_reference
 from vllm_exl3.pack.errors import Exl3PackError
@@ -25,10 +27,12 @@ from vllm_exl3.pack.wording import byte_size
 from vllm_exl3.plan.expert_budget import planned_budget
 from vllm_exl3.plan.expert_usage import check_usage, read_usage
 from vllm_exl3.plan.residency import LayerExperts, expert_bytes, resident_experts
+from vllm_exl3.processors import allowed_set
 from vllm_exl3.serving.expert_usage import RoutingCounter, recorder
 from vllm_exl3.serving.skipping import OtherStages
 
 if TYPE_CHECKING:
+    from vllm_exl3.cuda.share import SideStream
     from vllm_exl3.serving.config import Exl3Config
 
 __all__ = ["ExpertTiers", "Placement", "Share"]
@@ -61,7 +65,7 @@ class Placement:
     """The tiers of one rank's experts.
 
     Attributes:
-        tier: ``gpu``, or where the others are: ``host``.
+        tier: ``gpu``, or what is done with the others: ``host`` (the GPU reads them), ``cpu`` (the CPU computes).
         resident: by layer, the experts whose trellises stay in GPU memory; empty if all do.
         gpu_bytes: of trellises that stay.
         host_bytes: of those in host memory.
@@ -100,6 +104,8 @@ class ExpertTiers:
         self._config = config
         self.placement: Placement | None = None
         self._said = False
+        self._side: SideStream | None = None
+        self._rows, self._rank = 0, (0, 1)
 
     def resident(self, where: str, group: ExpertGroup, share: Share) -> frozenset[int] | None:
         """The experts of a layer whose trellises stay in GPU memory; None for all.
@@ -115,6 +121,31 @@ class ExpertTiers:
         if self.placement is None:
             self.placement = self._decide(where, share)
         return self.placement.resident.get(group.key)
+
+    @property
+    def computes_on_cpu(self) -> bool:
+        """True if the CPU computes experts that are not on the GPU, for few tokens."""
+        return self.placement is not None and self.placement.tier == "cpu"
+
+    @property
+    def cpu_rows(self) -> int:
+        """Tokens of a step up to which it does."""
+        return self._rows
+
+    def side_stream(self, hidden: int, top_k: int) -> "SideStream":
+        """The stream of the CPU's work, which all layers share; made at the first forward.
+
+        Args:
+            hidden: channels of a token.
+            top_k: experts of a token.
+        """
+        if self._side is None:
+            from vllm_exl3.cuda.share import SideStream
+
+            threads, cpus = cpu_threads(env.EXPERTS_CPU_THREADS.get(), *self._rank)
+            self._side = SideStream(threads, cpus, self._rows, hidden, top_k)
+            logger.info("vllm-exl3: %d threads compute experts that are not in GPU memory", threads)
+        return self._side
 
     def counter(self, group: ExpertGroup, experts: int, owner: object) -> RoutingCounter | None:
         """What counts the routing of a layer, if this rank is the one that does so for all.
@@ -149,7 +180,9 @@ class ExpertTiers:
         usage, chosen_by = self._usage(layers)
         resident = resident_experts(layers, budget, usage)
         kept = sum(layer.nbytes[expert] for layer in layers for expert in resident[layer.key])
-        placement = Placement("host", resident, kept, total - kept, chosen_by, origin)
+        tier = "cpu" if wanted == "cpu" else "host"
+        self._rows, self._rank = env.EXPERTS_CPU_ROWS.get(), _local_rank(current)
+        placement = Placement(tier, resident, kept, total - kept, chosen_by, origin)
         _check_host_memory(where, placement, current)
         return placement
 
@@ -177,7 +210,7 @@ class ExpertTiers:
                     where=where,
                     remedy=f"Set it lower, or {env.EXPERTS.name}=auto without it.",
                 )
-        if wanted == "host":
+        if wanted != "auto":
             return limit or 0, f"{env.EXPERTS_GPU_GIB.name}={'none set' if limit is None else byte_size(limit)}"
         planned = _planned(self._config, where, sum(layer.scales for layer in layers), current)
         if limit is not None and limit < planned:
@@ -193,6 +226,28 @@ class ExpertTiers:
         groups = self._config.pack.experts
         check_usage(Path(name), usage, {layer.key: len(groups[layer.key].experts) for layer in layers})
         return usage, f"routing statistics of {name}"
+
+
+def cpu_threads(wanted: int | None, rank: int, ranks: int) -> tuple[int, list[int] | None]:
+    """How many threads of a rank compute experts, and the processor of each but the first; None for any.
+
+    Args:
+        wanted: how many were asked for; None for as many as this machine's ranks have each, but one in all.
+        rank: of this process among those on this machine.
+        ranks: how many those are.
+    """
+    processors = sorted(allowed_set())
+    each = max(1, (len(processors) - 1) // ranks)
+    if ranks == 1 or wanted is not None or len(processors) < ranks:
+        return wanted or each, None
+    own = processors[rank * each : (rank + 1) * each]
+    return each, own[1:]
+
+
+def _local_rank(current: VllmConfig | None) -> tuple[int, int]:
+    """This process among the ranks on its machine, and how many those are."""
+    ranks = current.parallel_config.local_world_size if current is not None else 1
+    return get_world_group().local_rank % ranks if ranks > 1 else 0, ranks
 
 
 def _refuse_unserved(where: str, wanted: str, current: VllmConfig | None) -> None:
@@ -214,6 +269,8 @@ def _refuse_unserved(where: str, wanted: str, current: VllmConfig | None) -> Non
             "this package's own, which find each expert by its address",
             f"Set {env.MOE_KERNEL.name}=native, or {env.EXPERTS.name}=gpu.",
         )
+    if wanted == "cpu" and (reason := library.unavailable()) is not None:
+        refuse("without the C++ library", "its kernels for experts", reason)
     if env.REQUIRE_UVA_EXPERTS.get():
         refuse(
             f"with {env.REQUIRE_UVA_EXPERTS.name}=1",

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
 from vllm_exl3.ops.experts import share_input_scales
+from vllm_exl3.ops.moe import MoECall
 from vllm_exl3.pack.stored import Codebook, ExpertGroup
 from vllm_exl3.serving.expert_tiers import Share
 from vllm_exl3.serving.expert_usage import RoutingCounter
@@ -22,6 +23,7 @@ from vllm_exl3.serving.moe_host import HostExperts
 from vllm_exl3.serving.moe_layout import ExpertLayout
 from vllm_exl3.serving.moe_loading import ExpertLoaders
 from vllm_exl3.serving.moe_names import expert_loader
+from vllm_exl3.serving.moe_share import DividedExperts
 from vllm_exl3.serving.offload import validate_exl3_moe_uva_layer
 from vllm_exl3.serving.padding import route_padding
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
 __all__ = ["Exl3MoEMethod"]
+
+_LAYER_CLASS = "RoutedExperts"
+"""What calls of the op are counted under."""
 
 
 class Exl3MoEMethod(FusedMoEMethodBase):
@@ -59,6 +64,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.layout: ExpertLayout
         self.loaders: ExpertLoaders
         self.host: HostExperts | None = None
+        self.divided: DividedExperts | None = None
         self.counter: RoutingCounter | None = None
         self._tables: dict[torch.device, torch.Tensor] = {}
 
@@ -91,6 +97,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             resident=self.config.expert_tiers.resident(self.where, self.group, share) if local else None,
         )
         self.host = HostExperts(layout) if layout.in_host else None
+        if self.host is not None and self.config.expert_tiers.computes_on_cpu:
+            self.divided = DividedExperts(layout, self.host)
         self.counter = self.config.expert_tiers.counter(self.group, total, self)
         self.loaders = loaders = ExpertLoaders(
             layout,
@@ -132,6 +140,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             for leaf in ("suh", "svh"):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
         self._host_table = share_input_scales(self.layout.table, layer.w13_suh)
+        if self.divided is not None:
+            self.divided.load(layer, self._host_table)
         with torch.inference_mode():  # as they were made, at the first forward
             for device, table in self._tables.items():
                 table.copy_(self._placed_table(device))  # in place: captured graphs read it
@@ -168,9 +178,22 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     def _call(
         self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
+        arguments = self._arguments(layer, x, topk_weights, topk_ids)
+        if self.divided is not None:
+            tiers, call = self.config.expert_tiers, MoECall(*arguments)
+            # Whatever the first forward's size: a later one may be captured.
+            self.divided.prepare(tiers.side_stream(x.shape[1], topk_ids.shape[1]), call, x.device)
+            if 0 < x.shape[0] <= tiers.cpu_rows:
+                return self.divided(x, call, _LAYER_CLASS)
+        output: torch.Tensor = torch.ops.vllm_exl3.moe(x, *arguments, _LAYER_CLASS)
+        return output
+
+    def _arguments(
+        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """The op's arguments between ``x`` and the layer's class."""
         call = self.activation
-        output: torch.Tensor = torch.ops.vllm_exl3.moe(
-            x,
+        return (
             topk_weights,
             topk_ids,
             layer.expert_map,
@@ -190,9 +213,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             call.beta,
             call.limit,
             layer.apply_router_weight_on_input,
-            "RoutedExperts",
         )
-        return output
 
     def _table(self, layer: RoutedExperts, device: torch.device) -> torch.Tensor:
         # Made at the first forward, not while loading: what is allocated then is lost when the engine sleeps.

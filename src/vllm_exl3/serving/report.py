@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "is_first_rank", "reports", "runtime_diagnostics"]
 
-TIERS = {"host": "read by the GPU over the bus"}
+TIERS = {
+    "host": "read by the GPU over the bus",
+    "cpu": "computed on the CPU in steps of few tokens, else read by the GPU over the bus",
+}
 """What is done with experts that are not in GPU memory."""
 
 logger = logging.getLogger("vllm.exl3")
