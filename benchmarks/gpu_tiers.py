@@ -6,9 +6,10 @@
 A job is PACK:TIER:SHARE: the share of experts that stays in GPU memory, the others in a tier. Packs are random, of 8
 layers of 128 experts: ``K4``, and ``mixed`` (K 3, 4 and 5 by expert and projection). Engines start side by side, each
 in a process of its own, and take turns; CUDA graphs are of whole decode steps. Tokens per second are those of decoding
-alone, from the difference between two output lengths. ``tokens`` says whether they are those of the same pack all on
-the GPU. ``op`` times one layer under uniform routing and under Zipf's law (exponent 1, the most used experts on the
-GPU), with the bandwidth of plain copies over the bus beside it.
+alone, from the difference between two output lengths. ``tokens_equal`` says whether they are those of the same pack all
+on the GPU: of ``host`` they must be, of ``cpu`` they may part at a near tie. ``op`` times one layer under uniform
+routing and under Zipf's law (exponent 1, the most used experts on the GPU), with the bandwidth of plain copies over the
+bus beside it.
 """
 
 import argparse
@@ -37,9 +38,11 @@ Row = dict[str, Any]
 SHAPE = {"hidden": 2048, "intermediate": 768, "layers": 8, "heads": 32, "kv_heads": 4, "head_dim": 128, "vocab": 32768,
          "architecture": "Qwen3MoeForCausalLM", "experts": 128, "top_k": 8, "head_bits": 6}  # fmt: skip
 OUT = Path(__file__).parent / "results" / "h200" / "tiers.json"
-JOBS = ["K4:gpu:1", "mixed:gpu:1", "op", *(f"K4:host:{share}" for share in (0.5, 0.3, 0.0)), "mixed:host:0.5"]
+JOBS = ["K4:gpu:1", "mixed:gpu:1", "op"]
+JOBS += [f"K4:{tier}:{share}" for share in (0.5, 0.3, 0.0) for tier in ("host", "cpu")]
+JOBS += ["mixed:host:0.5", "mixed:cpu:0.5"]
 BATCHES, SHARES = (1, 8, 32), (1.0, 0.5, 0.3, 0.1, 0.0)
-SHORT, LONG, REPEATS = 8, 40, 2
+SHORT, LONG, REPEATS = 8, 24, 2
 ROW, TOKENS, READY = "ROW ", "TOKENS ", "READY"
 """What lines of a job's output begin with."""
 
@@ -111,61 +114,13 @@ def decode(llm: Any, batch: int) -> tuple[float, list[list[int]]]:
 
 def time_op() -> None:
     """One layer, under graphs; copies of a graph differ in their routing."""
-    import torch
+    from gpu_tiers_op import op_rows
 
-    from vllm_exl3.cuda import moe
-    from vllm_exl3.cuda.moe_timing import ExpertShape, copies_for, random_experts
-    from vllm_exl3.cuda.timing import replayed
-    from vllm_exl3.ops.experts import shift_trellises
-    from vllm_exl3.ops.pinned import PinnedWords
-
-    shape = ExpertShape(SHAPE["experts"], SHAPE["top_k"], SHAPE["hidden"], SHAPE["intermediate"])
-    layer = random_experts(shape, [(4, 2)])
-    layer.prepare()
     print(READY, flush=True)
     sys.stdin.readline()
-    words = (layer.weights[0], layer.weights[4])
-    pinned = [PinnedWords(len(part), "a layer", "Free host memory.") for part in words]
-    for memory, part in zip(pinned, words, strict=True):
-        memory.words.copy_(part)
-    shifts = [(memory.device_address - part.data_ptr()) // 2 for memory, part in zip(pinned, words, strict=True)]
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    target = torch.empty_like(words[0])
-    for _ in range(2):
-        begin.record()
-        target.copy_(pinned[0].words, non_blocking=True)
-        end.record()
-        end.synchronize()
-    bus = words[0].nbytes / begin.elapsed_time(end) / 1e6
-    print(ROW + json.dumps({"kernel": "copy", "subject": "bus", "gbps": bus}))
-    table, each = layer.table.clone(), layer.nbytes // shape.experts
-    for routing in ("uniform", "zipf"):
-        for tokens in BATCHES:
-            x = torch.randn(tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
-            routes = [
-                routes_of(routing, tokens, shape.experts, shape.top_k, seed) for seed in range(copies_for(tokens))
-            ]
-            calls = [layer.arguments(route) for route in routes]
-            for share in SHARES:
-                kept = round(share * shape.experts)
-                layer.table.copy_(shift_trellises(table.cpu(), range(kept, shape.experts), *shifts))
-                us = replayed(lambda index: moe.moe(x, *calls[index]), len(calls))  # noqa: B023
-                over = sum(int((ids.unique() >= kept).sum()) for _, ids in routes) / len(routes) * each
-                row = {"kernel": "native", "subject": "op", "routing": routing, "m": tokens, "tier": "host"}
-                row |= {"resident": share, "us": us, "host_bytes": over, "gbps": over / us / 1e3}
-                print(ROW + json.dumps({**row, "limit_us": over / bus / 1e3}), flush=True)
+    for row in op_rows(SHAPE, BATCHES, SHARES):
+        print(ROW + json.dumps(row), flush=True)
     os._exit(0)
-
-
-def routes_of(routing: str, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
-    """Weights and experts of some tokens; the lower an expert's number, the more it is used under Zipf's law."""
-    import torch
-
-    generator = torch.Generator("cuda").manual_seed(seed)
-    noise = -torch.log(-torch.log(torch.rand((tokens, experts), generator=generator, device="cuda")))
-    law = torch.log(torch.arange(1, experts + 1, device="cuda").double()).float()
-    ids = (noise - (law if routing == "zipf" else 0)).topk(top_k).indices.int()
-    return torch.full(ids.shape, 1 / top_k, device="cuda"), ids
 
 
 def run(folder: Path, jobs: list[str]) -> Iterator[Row]:
@@ -208,7 +163,7 @@ def shown(row: Row) -> str:
     what = " ".join(str(row[name]) for name in names if name in row)
     numbers = [f"{row['us']:.0f} us"] if "us" in row else []
     numbers += [f"{row['tokens_per_s']:.0f} tokens/s"] if "tokens_per_s" in row else []
-    numbers += [f"{row['gbps']:.1f} GB/s over the bus"] if row.get("gbps") else []
+    numbers += [f"{row['gbps']:.1f} GB/s of host memory"] if row.get("gbps") else []
     numbers += [] if row.get("tokens_equal") is None else [f"tokens equal: {row['tokens_equal']}"]
     return f"{what:<36} {', '.join(numbers)}"
 

@@ -141,7 +141,9 @@ class UsageRecorder:
         with torch.cuda.device(device):
             self._stream = self._stream or torch.cuda.Stream(device)
             with torch.cuda.stream(self._stream):
-                found = {name: torch.empty(counts.shape, dtype=torch.int64) for name, counts in tensors.items()}
+                found = {
+                    name: torch.empty(counts.shape, dtype=torch.int64, device="cpu") for name, counts in tensors.items()
+                }
                 for name, counts in tensors.items():
                     found[name].copy_(counts)
             self._stream.synchronize()

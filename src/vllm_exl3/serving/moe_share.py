@@ -33,7 +33,7 @@ class DividedExperts:
     def __init__(self, layout: ExpertLayout, host: HostExperts) -> None:
         self._layout, self._host = layout, host
         self.scales: dict[str, torch.Tensor] = {}
-        self._table = torch.empty(0)
+        self._table = torch.empty(0, device="cpu")
         self._share: CpuShare | None = None
         self._map: torch.Tensor | None = None
 
