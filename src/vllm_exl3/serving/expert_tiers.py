@@ -5,6 +5,7 @@ in GPU memory lies in pinned host memory; GPU kernels read it there, through off
 """
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ class ExpertTiers:
         self._config = config
         self.placement: Placement | None = None
         self._said = False
-        self._side: SideStream | None = None
+        self._side: weakref.ref[SideStream] | None = None
         self._rows, self._rank = 0, (0, 1)
 
     def resident(self, where: str, group: ExpertGroup, share: Share) -> frozenset[int] | None:
@@ -118,6 +119,8 @@ class ExpertTiers:
         Raises:
             Exl3PackError: the settings cannot be met.
         """
+        if Skipper(self._config.pack).is_mtp(_any_module(group)):
+            return None  # a draft is read in every step
         if self.placement is None:
             self.placement = self._decide(where, share)
         return self.placement.resident.get(group.key)
@@ -139,13 +142,15 @@ class ExpertTiers:
             hidden: channels of a token.
             top_k: experts of a token.
         """
-        if self._side is None:
+        side = self._side() if self._side is not None else None
+        if side is None:
             from vllm_exl3.cuda.share import SideStream
 
             threads, cpus = cpu_threads(env.EXPERTS_CPU_THREADS.get(), *self._rank)
-            self._side = SideStream(threads, cpus, self._rows, hidden, top_k)
+            side = SideStream(threads, cpus, self._rows, hidden, top_k)
+            self._side = weakref.ref(side)  # the layers keep it: vLLM keeps configs longer than models
             logger.info("vllm-exl3: %d threads compute experts that are not in GPU memory", threads)
-        return self._side
+        return side
 
     def counter(self, group: ExpertGroup, experts: int, owner: object) -> RoutingCounter | None:
         """What counts the routing of a layer, if this rank is the one that does so for all.
@@ -181,7 +186,8 @@ class ExpertTiers:
         resident = resident_experts(layers, budget, usage)
         kept = sum(layer.nbytes[expert] for layer in layers for expert in resident[layer.key])
         tier = "cpu" if wanted == "cpu" else "host"
-        self._rows, self._rank = env.EXPERTS_CPU_ROWS.get(), _local_rank(current)
+        if tier == "cpu":
+            self._rows, self._rank = env.EXPERTS_CPU_ROWS.get(), _local_rank(current)
         placement = Placement(tier, resident, kept, total - kept, chosen_by, origin)
         _check_host_memory(where, placement, current)
         return placement
@@ -193,7 +199,7 @@ class ExpertTiers:
         return [
             expert_bytes(group, pack.linears, share.local, share.rank, share.ranks)
             for key, group in pack.experts.items()
-            if not skipper.is_mtp(next(iter(group.members[share.local[0]].values()))) and stages.reason(key) is None
+            if not skipper.is_mtp(_any_module(group)) and stages.reason(key) is None
         ]
 
     def _budget(
@@ -226,6 +232,11 @@ class ExpertTiers:
         groups = self._config.pack.experts
         check_usage(Path(name), usage, {layer.key: len(groups[layer.key].experts) for layer in layers})
         return usage, f"routing statistics of {name}"
+
+
+def _any_module(group: ExpertGroup) -> str:
+    """The name of one of a layer's experts' linears in the pack."""
+    return next(iter(next(iter(group.members.values())).values()))
 
 
 def cpu_threads(wanted: int | None, rank: int, ranks: int) -> tuple[int, list[int] | None]:
