@@ -92,6 +92,28 @@ struct FinishTask {
     int first, size;  // columns of the block that are returned
 };
 
+// Applies an activation (activation.h) to a part of a row.
+struct ActivateTask {
+    int kind;
+    float alpha, beta, limit;
+    const float* gate;  // not read where the activation has none
+    const float* up;
+    float* out;
+    int count;  // at most 128
+};
+
+// Adds rows, each times its weight, in their order, and casts the sum.
+struct CombineTask {
+    const float* values;      // [rows][stride]
+    int64_t stride;
+    const int32_t* places;    // [terms], the row of each term; negative for none
+    const float* weights;     // [terms], or null for ones
+    int64_t terms;
+    int64_t first, count;     // columns
+    void* out;                // of the first column
+    int dtype;
+};
+
 constexpr int ENCODE_TILES = 2;   // tiles that `viterbi` advances together, sharing its reads of the codebook
 constexpr int ENCODE_GROUP = 32;  // edges whose candidates lie together in the codebook's order
 
@@ -132,6 +154,8 @@ struct Kernels {
     void (*panel)(const PanelTask&);
     void (*multiply)(const MultiplyTask&);
     void (*finish)(const FinishTask&);
+    void (*activate)(const ActivateTask&);
+    void (*combine)(const CombineTask&);
     // In place, over each 128 consecutive floats, scaled by 1/sqrt(128).
     void (*hadamard)(float* values, int64_t blocks);
     void (*viterbi)(ViterbiTask&);

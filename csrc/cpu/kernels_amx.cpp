@@ -5,6 +5,7 @@
 #include "windows_multishift.h"
 
 #include "linear_kernels.h"
+#include "expert_kernels.h"
 #include "amx_panel_kernels.h"
 #include "row_kernels.h"
 #include "viterbi_kernels.h"
@@ -12,7 +13,7 @@
 namespace exl3 {
 
 const Kernels kernels_amx = {
-    "amx",  STRIP_ROWS, prepare, arrange_bytes, strip, panel_planes, multiply_panel_planes, finish, hadamard,
+    "amx",  STRIP_ROWS, prepare, arrange_bytes, strip, panel_planes, multiply_panel_planes, finish, activate, combine, hadamard,
     viterbi, gather_row,
 };
 

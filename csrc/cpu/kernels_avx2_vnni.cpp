@@ -6,13 +6,14 @@
 #include "windows_words.h"
 
 #include "linear_kernels.h"
+#include "expert_kernels.h"
 #include "row_kernels.h"
 #include "viterbi_kernels.h"
 
 namespace exl3 {
 
 const Kernels kernels_avx2_vnni = {
-    "avx2_vnni", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx2_vnni", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

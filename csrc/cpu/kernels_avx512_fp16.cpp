@@ -5,13 +5,14 @@
 #include "windows_multishift.h"
 
 #include "linear_kernels.h"
+#include "expert_kernels.h"
 #include "row_kernels.h"
 #include "viterbi_kernels.h"
 
 namespace exl3 {
 
 const Kernels kernels_avx512_fp16 = {
-    "avx512_fp16", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, hadamard, viterbi, gather_row,
+    "avx512_fp16", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

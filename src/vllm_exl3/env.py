@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_exl3.attention.shape import parse_decode_shape, parse_prefill_shape
+from vllm_exl3.env_experts import (
+    EXPERTS,
+    EXPERTS_CPU_ROWS,
+    EXPERTS_CPU_THREADS,
+    EXPERTS_GPU_GIB,
+    EXPERTS_STATS,
+    EXPERTS_VARIABLES,
+    check_experts,
+)
 from vllm_exl3.env_planning import PLANNING
 from vllm_exl3.env_variable import (
     Variable,
@@ -25,6 +34,11 @@ __all__ = [
     "DECODE_LIMIT",
     "DEPENDENT_LAUNCH",
     "EMBEDDING_KERNEL",
+    "EXPERTS",
+    "EXPERTS_CPU_ROWS",
+    "EXPERTS_CPU_THREADS",
+    "EXPERTS_GPU_GIB",
+    "EXPERTS_STATS",
     "FAT_THRESHOLD",
     "FUSED_TEMP_ROWS",
     "FUSION",
@@ -300,6 +314,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     NGRAM_TABLE,
     NGRAM_CACHE_MIB,
     REQUIRE_UVA_EXPERTS,
+    *EXPERTS_VARIABLES,
     CPU_ISA,
     METRICS_FOLDER,
     CACHE,
@@ -318,6 +333,7 @@ def validate() -> None:
         variable.get()
     if not GROUPED_PREFILL.get():
         _require_decode_path()
+    check_experts()
 
 
 def _require_decode_path() -> None:

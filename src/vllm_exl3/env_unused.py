@@ -9,9 +9,9 @@ from vllm_exl3.env_variable import Variable
 
 __all__ = ["unused"]
 
-_DECODE_ROWS = (env.NATIVE_MOE_MAX_ROWS, *env.NATIVE_MOE_MAX_ROWS_BY_BITS.values())
-_PREFILL_CUTS = (env.GROUPED_PREFILL_MAX_ROWS, env.FAT_THRESHOLD)
-_NATIVE_EXPERTS = (*_DECODE_ROWS, env.GROUPED_PREFILL, *_PREFILL_CUTS, env.FUSED_TEMP_ROWS)
+_DECODE_ROWS: tuple[Variable[Any], ...] = (env.NATIVE_MOE_MAX_ROWS, *env.NATIVE_MOE_MAX_ROWS_BY_BITS.values())
+_PREFILL_CUTS: tuple[Variable[Any], ...] = (env.GROUPED_PREFILL_MAX_ROWS, env.FAT_THRESHOLD)
+_NATIVE_EXPERTS: tuple[Variable[Any], ...] = (*_DECODE_ROWS, env.GROUPED_PREFILL, *_PREFILL_CUTS, env.FUSED_TEMP_ROWS)
 
 
 def unused() -> list[str]:

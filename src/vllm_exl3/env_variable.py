@@ -7,6 +7,7 @@ change how a model is served. The variables themselves stand in ``env.py``.
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,9 +17,12 @@ __all__ = [
     "VariableError",
     "choice",
     "existing_or_new_folder",
+    "file_in_a_folder",
+    "gibibytes_or_auto",
     "mebibytes_or_unlimited",
     "ngram_kernel",
     "rows_or_auto",
+    "threads_or_auto",
     "whole",
     "yes_or_no",
 ]
@@ -29,6 +33,7 @@ T = TypeVar("T")
 
 _MOST = 2**31 - 1
 """Of numbers of rows, which kernels take as 32-bit integers."""
+_GIBIBYTES, _MOST_GIBIBYTES = re.compile(r"\d{1,6}(?:\.\d{1,9})?"), 1 << 16
 _SHOWN = 80
 """Characters of a wrong value that a message repeats."""
 
@@ -126,9 +131,33 @@ def existing_or_new_folder(text: str) -> str:
     return path
 
 
+def file_in_a_folder(text: str) -> str:
+    """Take a file that exists or can be made in a folder that does; empty for none."""
+    if not text:
+        return text
+    path = os.path.abspath(os.path.expanduser(text))
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
+        raise ValueError("expected a file in a folder that exists")
+    return path
+
+
+def gibibytes_or_auto(text: str) -> int | None:
+    """Take a size in GiB, which is given in bytes, or ``auto``, which is None."""
+    if text.lower() == "auto":
+        return None
+    if not _GIBIBYTES.fullmatch(text) or float(text) > _MOST_GIBIBYTES:
+        raise ValueError(f"expected auto or a number of GiB from 0 to {_MOST_GIBIBYTES}, such as 12.5")
+    return int(float(text) * (1 << 30))
+
+
 def rows_or_auto(text: str) -> int | None:
     """Take a number of rows, or ``auto``, which is None."""
     return None if text.lower() == "auto" else whole(0)(text)
+
+
+def threads_or_auto(text: str) -> int | None:
+    """Take a number of threads, or ``auto``, which is None."""
+    return None if text.lower() == "auto" else whole(1, 1024)(text)
 
 
 def mebibytes_or_unlimited(text: str) -> int | None:

@@ -15,6 +15,7 @@ __all__ = [
     "allowed",
     "allowed_set",
     "busy_by_others",
+    "cgroup_folders",
     "measure_others",
     "quota",
     "quota_threads",
@@ -54,12 +55,16 @@ def _mask() -> set[int]:
 
 def quota() -> float | None:
     """The least CPU time a second that a cgroup around this process allows, such as 1.5; None without a limit."""
-    limits = [limit for folder in _cgroup_folders() if (limit := _quota_of(folder)) is not None]
+    limits = [limit for folder in cgroup_folders("cpu") if (limit := _quota_of(folder)) is not None]
     return min(limits, default=None)
 
 
-def _cgroup_folders() -> list[Path]:
-    """The folders of this process' cgroup and those around it, whose limits hold as well."""
+def cgroup_folders(controller: str) -> list[Path]:
+    """The folders of this process' cgroup and those around it, whose limits hold as well.
+
+    Args:
+        controller: ``cpu`` or ``memory``.
+    """
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -67,9 +72,9 @@ def _cgroup_folders() -> list[Path]:
     folders = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        for root in [_CGROUP] if not controllers else [_CGROUP / controllers, _CGROUP / "cpu"]:
+        for root in [_CGROUP] if not controllers else [_CGROUP / controllers, _CGROUP / controller]:
             # In a container the path is often the host's, and the container's own folder is the root.
             inside = Path(path.lstrip("/"))
             folders += [root / part for part in (inside, *inside.parents)]

@@ -1,6 +1,7 @@
 """The MoE op on the host, launch by launch: what its tests share. ``host/moe.cpp`` runs the kernels themselves."""
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from vllm_exl3.cuda.moe_plan import (
     plan_moe,
 )
 from vllm_exl3.cuda.survey import typical_limits
-from vllm_exl3.ops.experts import pack_table, projection_kinds
+from vllm_exl3.ops.experts import pack_table, projection_kinds, shift_trellises
 from vllm_exl3.pack.stored import Codebook
 
 H200 = typical_limits("sm_90a")
@@ -69,13 +70,33 @@ class Memory:
         return raw.ctypes.data + start
 
 
-def arguments_of(memory: Memory, layer: MoELayer, plan: MoePlan, table: torch.Tensor, on_input: bool) -> MoeArgs:
-    """What vllm_exl3.cuda.moe fills in, with addresses of this process."""
+def arguments_of(
+    memory: Memory,
+    layer: MoELayer,
+    plan: MoePlan,
+    table: torch.Tensor,
+    on_input: bool,
+    elsewhere: Sequence[int] = (),
+) -> MoeArgs:
+    """What vllm_exl3.cuda.moe fills in, with addresses of this process.
+
+    Trellises of the experts ``elsewhere`` are found outside of the flat tensors, where nothing is left of them.
+    """
     stages = []
     for name, sizes in zip(("w13", "w2"), plan.stages, strict=True):
         tensors = {leaf: layer.tensors[f"{name}_{leaf}"] for leaf in ("trellis", "suh", "svh", "bias")}
         places = {leaf: memory.place(tensor.numpy()) for leaf, tensor in tensors.items() if tensor is not None}
         stages.append(MoeStage(**sizes, **places))
+    if elsewhere:
+        shifts = []
+        for name, stage, projections in (("w13", stages[0], slice(0, -1)), ("w2", stages[1], slice(-1, None))):
+            words = layer.tensors[f"{name}_trellis"].numpy()
+            copy = memory.place(words)
+            for expert in elsewhere:
+                for part in layer.projections[expert][projections]:
+                    ctypes.memset(stage.trellis + 2 * part.trellis, 0x5A, 2 * part.trellis_words)
+            shifts.append((copy - stage.trellis) // 2)
+        table = shift_trellises(table, elsewhere, *shifts)
     alpha, beta, limit = layer.activation[1:]
     args = MoeArgs(
         stages=(MoeStage * 2)(*stages), table=memory.place(table.numpy()), out_type=2, wide_ids=0,
@@ -104,6 +125,7 @@ def run(
     table: torch.Tensor | None = None,
     fat_rows: int | None = None,
     expert_map: torch.Tensor | None = None,
+    elsewhere: Sequence[int] = (),
 ) -> torch.Tensor:
     """The whole op, launch by launch."""
     kinds = projection_kinds(layer.projections)
@@ -116,7 +138,8 @@ def run(
     )  # fmt: skip
     fat_rows = form.tile_rows // 2 if fat_rows is None else fat_rows
     plan, memory = plan_moe(shape, tokens, form, fat_rows, H200), Memory()
-    args = arguments_of(memory, layer, plan, pack_table(layer.projections) if table is None else table, on_input)
+    table = pack_table(layer.projections) if table is None else table
+    args = arguments_of(memory, layer, plan, table, on_input, elsewhere)
     out = np.full((tokens, layer.hidden), np.nan, np.float32)
     raw = x if x.dtype == torch.float32 else x.view(torch.int16)
     args.x, args.out, args.x_type = memory.place(raw.numpy()), out.ctypes.data, ELEMENTS[x.dtype]

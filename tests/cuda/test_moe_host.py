@@ -126,6 +126,16 @@ def test_shared_input_scales_and_router_weights_on_the_input(moe_library: HostKe
     assert torch.equal(shared, apart)
 
 
+@pytest.mark.parametrize("form", [IDENTITY, THIN, WIDE], ids=lambda form: form.name)
+def test_trellises_may_lie_anywhere_in_memory(moe_library: HostKernels, form: MoeForm) -> None:
+    """As those in host memory do, terabytes before or behind the GPU's: offsets are signed and of 64 bits."""
+    layer = random_layer(3, 256, 128, MIXED, bias=True)
+    x = torch.randn((4, 256), generator=torch.Generator().manual_seed(12))
+    route = random_routing(4, 3, 2)
+    expected = run(moe_library, layer, x, route, form)
+    assert torch.equal(run(moe_library, layer, x, route, form, elsewhere=[0, 2]), expected)
+
+
 @pytest.mark.parametrize("form", [IDENTITY, THIN, WIDE, WIDER, WIDEST], ids=lambda form: form.name)
 def test_a_row_does_not_depend_on_its_batch(moe_library: HostKernels, form: MoeForm) -> None:
     layer = random_layer(2, 128, 128, UNIFORM)

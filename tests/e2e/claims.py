@@ -180,6 +180,12 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "serving/test_lifecycle.py::test_a_second_engine_shares_the_process",
     ),
     "sleep levels": ("gpu/test_engine.py::test_sleeping_and_reloading",),
+    "routed experts divided over GPU": (
+        "serving/test_expert_tiers.py::test_results_do_not_depend_on_where_experts_are",
+        "serving/test_expert_tiers.py::test_an_engine_serves_reloads_and_reports",
+        "cuda/test_moe_host.py::test_trellises_may_lie_anywhere_in_memory",
+        "gpu/test_tiers.py::test_bits_do_not_depend_on_where_trellises_are",
+    ),
     "two engines in one process on a GPU": (
         "gpu/test_engine.py::test_a_second_engine_shares_the_process_and_memory_comes_back",
     ),

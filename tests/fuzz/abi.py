@@ -40,7 +40,10 @@ _SETS: dict[str, tuple[str, ...]] = {
     "avx512_fp16": _FP16,
     "amx": (*_FP16, "-mamx-tile", "-mamx-int8"),
 }
-_COMMON = ("abi", "decode", "encode", "isa", "linear", "parallel", "rings", "rows", "kernels_scalar")
+_COMMON = (
+    *("abi", "decode", "encode", "isa", "linear", "moe", "moe_check", "moe_plan", "parallel", "pool", "rings", "rows"),
+    "kernels_scalar",
+)
 _CALLS = ("abi", "abi_linear", "abi_rows", "abi_launch")
 
 

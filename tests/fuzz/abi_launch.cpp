@@ -147,7 +147,7 @@ void call_small(Input& input) {
     const int code = int(input.any(codes));
     const std::string text = exl3_error_text(code);
     record.computed[SMALL]++;
-    const bool unknown = (code < 0 || code > 7) && code != EXL3_BAD_PROGRAM;
+    const bool unknown = (code < 0 || code > 14) && code != EXL3_BAD_PROGRAM;
     if (text.empty() || unknown != (text == "unknown error")) fail("exl3_error_text", code);
     if (exl3_abi_version() != EXL3_ABI_VERSION) fail("exl3_abi_version", exl3_abi_version());
 }

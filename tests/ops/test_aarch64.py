@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 SOURCES = [
-    *(f"csrc/cpu/{name}.cpp" for name in ("abi", "decode", "encode", "isa", "linear", "parallel", "rings", "rows")),
+    *(f"csrc/cpu/{name}.cpp" for name in ("abi", "decode", "encode", "isa", "linear", "moe", "moe_check", "moe_plan")),
+    *(f"csrc/cpu/{name}.cpp" for name in ("parallel", "pool", "rings", "rows")),
     *("csrc/cpu/kernels_scalar.cpp", "csrc/cpu/kernels_neon.cpp", "tests/ops/compare_sets.cpp"),
 ]
 

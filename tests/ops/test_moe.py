@@ -10,13 +10,14 @@ import torch
 
 import vllm_exl3.ops.moe as moe_module
 from tests.ops.moe_layers import MoELayer, random_layer, random_routing, swiglu
-from vllm_exl3.cpu.moe import grouped_experts, moe_native
+from vllm_exl3.cpu.moe import moe_native
 from vllm_exl3.cuda.moe import moe as moe_cuda
 from vllm_exl3.cuda.moe_by_expert import moe_exllamav3
 from vllm_exl3.ops import backends
 from vllm_exl3.ops.activation import ACTIVATIONS
 from vllm_exl3.ops.experts import pack_table, share_input_scales
 from vllm_exl3.ops.linear import linear_reference
+from vllm_exl3.ops.moe_by_expert import grouped_experts
 from vllm_exl3.pack.stored import Codebook
 
 BOUND = {"reference": 1e-5, "grouped": 1e-5, "native": 1e-3}
@@ -41,7 +42,7 @@ class Run:
 
 
 def grouped_reference(x: torch.Tensor, *arguments: object) -> torch.Tensor:
-    """The CPU backend's grouping with the reference's linear."""
+    """Expert after expert, with the reference's linear."""
     return grouped_experts(linear_reference, x, moe_module.MoECall(*arguments))  # type: ignore[arg-type]
 
 
@@ -228,9 +229,12 @@ def test_nor_where_its_activation_ends_a_tensor(name: str) -> None:
 
 def test_long_prompts_are_cut_without_a_seam(monkeypatch: pytest.MonkeyPatch, layer: MoELayer) -> None:
     x, (weights, ids) = inputs(50, 256), random_routing(50, 8, 3)
-    whole = moe_native(x, *layer.arguments(weights, ids))
-    monkeypatch.setattr("vllm_exl3.cpu.moe._ROWS_AT_ONCE", 4)
-    torch.testing.assert_close(moe_native(x, *layer.arguments(weights, ids)), whole, rtol=1e-4, atol=1e-5)
+    arguments = (x, *layer.arguments(weights, ids))
+    whole, grouped = moe_module.moe_reference(*arguments), grouped_reference(*arguments)
+    monkeypatch.setattr("vllm_exl3.ops.moe._RESULTS_AT_ONCE", 4 * 3 * 256)
+    monkeypatch.setattr("vllm_exl3.ops.moe_by_expert._ROWS_AT_ONCE", 4)
+    torch.testing.assert_close(moe_module.moe_reference(*arguments), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grouped_reference(*arguments), grouped, rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens_give_no_rows(run: Run, layer: MoELayer) -> None:

@@ -253,7 +253,7 @@ def test_cpu_offload(changes: dict[str, Any], blockers: int, warnings: int, rout
     plan = vllm_exl3.plan_exllamav3_cpu_offload(**{**GOOD, **changes})
     assert (len(plan.blockers), len(plan.warnings)) == (blockers, warnings) and route in plan.recommended_route
     assert plan.exllamav3_metadata_candidate is (not blockers)
-    assert plan.vllm_exl3_execution_available is False and plan.own_executor_available is False
+    assert plan.vllm_exl3_execution_available is False and plan.own_executor_available is True
     data = plan.to_dict()
     assert isinstance(data["blockers"], list) and data["codebooks"] == sorted(set(data["codebooks"]))
 

@@ -1,7 +1,7 @@
 """A MoE layer of vLLM's without an engine: its experts as a pack stores them, and a stand-in that takes them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +66,8 @@ def build(
     here: list[int] | None = None,
     eplb: bool = False,
     lora: SimpleNamespace | None = None,
+    resident: frozenset[int] | None = None,
+    side: Callable[[int, int], Any] | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """A built, unloaded stand-in for vLLM's RoutedExperts on one rank."""
@@ -95,6 +97,13 @@ def build(
         report=report,
         layer_ready=lambda where, layer: report.layer_ready(where, layer, pack),
         trellis_arrived=lambda trellis: None,
+        expert_tiers=SimpleNamespace(
+            resident=lambda where, group, share: resident,
+            counter=lambda group, experts, owner: None,
+            computes_on_cpu=side is not None,
+            cpu_rows=8,
+            side_stream=side,
+        ),
     )
     with mock.patch.object(moe_checks, "get_current_vllm_config", lambda: SimpleNamespace(lora_config=lora)):
         module.quant_method = Exl3MoEMethod(config, f"{MLP}.experts", module, pack.experts[MLP])

@@ -198,12 +198,12 @@ def test_reloading_decides_anew_which_input_scales_are_shared(tmp_path: Path) ->
     module = build(open_pack(tmp_path, stored(layer)), layer)
     load(module, stored(layer))
     method, cpu = module.quant_method, torch.device("cpu")
-    table = method._table(cpu)
+    table = method._table(module, cpu)
     assert torch.equal(table[:, 0, 1], table[:, 1, 1])
     gate, up, _ = layer.projections[1]
     suh[up.suh] *= 2
     load(module, stored(layer))
-    assert method._table(cpu) is table
+    assert method._table(module, cpu) is table
     assert table[0, 0, 1] == table[0, 1, 1]
     assert table[1, 0, 1] == gate.suh
     assert table[1, 1, 1] == up.suh

@@ -14,9 +14,10 @@ from vllm_exl3.ops import backends
 from vllm_exl3.ops.shards import Shard, unpack_shards
 from vllm_exl3.processors import quota_threads
 
-__all__ = ["dequantize", "linear", "threads"]
+__all__ = ["DTYPES", "dequantize", "linear", "threads"]
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Numbers of the library's dtypes."""
 
 
 class _Layout:
@@ -76,7 +77,7 @@ def linear(
     layout = _layout(shards)
     layout.check(trellis, suh, svh)
     rows, columns = x.shape
-    if x.dtype not in _DTYPES or columns > layout.in_features:
+    if x.dtype not in DTYPES or columns > layout.in_features:
         raise ValueError(f"x: found {x.dtype} {tuple(x.shape)}, expected at most {layout.in_features} float columns")
     if columns > 1 and x.stride(1) != 1:
         x = x.contiguous()
@@ -86,11 +87,11 @@ def linear(
     call.trellis, call.suh, call.svh = trellis.data_ptr(), suh.data_ptr(), svh.data_ptr()
     call.x, call.y = x.data_ptr(), y.data_ptr()
     call.rows, call.columns, call.x_stride, call.y_stride = rows, columns, x.stride(0), layout.output
-    call.shard_count, call.dtype, call.threads = layout.count, _DTYPES[x.dtype], threads()
+    call.shard_count, call.dtype, call.threads = layout.count, DTYPES[x.dtype], threads()
     if bias is not None:
-        if bias.dtype not in _DTYPES or bias.numel() != layout.output or not bias.is_contiguous():
+        if bias.dtype not in DTYPES or bias.numel() != layout.output or not bias.is_contiguous():
             raise ValueError(f"bias: found {bias.dtype} {tuple(bias.shape)}, expected {layout.output} floats")
-        call.bias, call.bias_dtype = bias.data_ptr(), _DTYPES[bias.dtype]
+        call.bias, call.bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
     check(library().exl3_linear(call))
     return y
 
@@ -123,8 +124,8 @@ def dequantize(
     layout.check(trellis, suh, svh)
     if any(shard.in_features != layout.in_features for shard in layout.shards):
         raise ValueError(f"shards: found in_features {[shard.in_features for shard in layout.shards]}, expected equal")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype: found {dtype}, expected one of {', '.join(map(str, _DTYPES))}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: found {dtype}, expected one of {', '.join(map(str, DTYPES))}")
     out = torch.empty((layout.in_features, layout.output), dtype=dtype)
     check(
         library().exl3_dequantize(
@@ -134,7 +135,7 @@ def dequantize(
             suh.data_ptr(),
             svh.data_ptr(),
             int(rotated),
-            _DTYPES[dtype],
+            DTYPES[dtype],
             out.data_ptr(),
             layout.output,
             threads(),

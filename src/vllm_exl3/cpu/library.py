@@ -14,7 +14,9 @@ from vllm_exl3 import env
 
 __all__ = [
     "ABI_VERSION",
+    "FlatStruct",
     "LinearCall",
+    "MoECallStruct",
     "RowCall",
     "ShardStruct",
     "check",
@@ -24,7 +26,7 @@ __all__ = [
     "use_openmp",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 6
 """The ``EXL3_ABI_VERSION`` that this code speaks."""
 
 _NAME = "libvllm_exl3_cpu"
@@ -46,6 +48,29 @@ class LinearCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("shards", "trellis", "suh", "svh", "bias", "x", "y")),
         *((name, ctypes.c_int64) for name in ("rows", "columns", "x_stride", "y_stride")),
         *((name, ctypes.c_int32) for name in ("shard_count", "dtype", "bias_dtype", "threads")),
+    )
+
+
+class FlatStruct(ctypes.Structure):
+    """``exl3_flat``: the flat tensors of one projection of all experts, and their elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("trellis", "suh", "svh", "bias")),
+        *((name, ctypes.c_int64) for name in ("trellis_size", "suh_size", "svh_size", "bias_size")),
+    )
+
+
+class MoECallStruct(ctypes.Structure):
+    """``exl3_moe_call``; pointers as integers, since they come from ``Tensor.data_ptr``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "out", "table", "context")),
+        *((name, FlatStruct) for name in ("w13", "w2")),
+        *((name, ctypes.c_int64) for name in ("tokens", "hidden", "intermediate", "top_k", "experts")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "out_stride")),
+        *((name, ctypes.c_float) for name in ("alpha", "beta", "limit")),
+        *((name, ctypes.c_int32) for name in ("dtype", "out_dtype", "id_bytes", "projections", "activation")),
+        *((name, ctypes.c_int32) for name in ("weight_on_input", "slots", "threads")),
     )
 
 
@@ -175,7 +200,17 @@ def _declare(loaded: ctypes.CDLL) -> None:
     ]
     loaded.exl3_hadamard.argtypes = [pointer, long, integer]
     loaded.exl3_gather_rows.argtypes = [ctypes.POINTER(RowCall)]
+    loaded.exl3_moe.argtypes = [ctypes.POINTER(MoECallStruct)]
+    loaded.exl3_moe_reserve.argtypes = [ctypes.POINTER(MoECallStruct)]
+    loaded.exl3_context_create.argtypes = [integer, ctypes.POINTER(ctypes.c_int32), integer, ctypes.POINTER(pointer)]
+    loaded.exl3_context_destroy.argtypes = [pointer]
+    loaded.exl3_context_destroy.restype = None
+    loaded.exl3_context_bytes.argtypes = [pointer]
+    loaded.exl3_context_bytes.restype = long
     loaded.exl3_set_driver.argtypes = [pointer] * 4
     loaded.exl3_set_driver.restype = None
+    loaded.exl3_set_share_driver.argtypes = [pointer]
+    loaded.exl3_set_share_driver.restype = None
+    loaded.exl3_enqueue_share.argtypes = [pointer]
     loaded.exl3_launch.argtypes = [pointer, *[ctypes.c_uint64] * 10, pointer]
     loaded.exl3_encode.argtypes = [pointer, long, long, long, integer, integer, pointer, pointer, integer]

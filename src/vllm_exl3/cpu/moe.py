@@ -1,113 +1,149 @@
-"""The MoE op on the CPU: slots grouped by expert, each group through the native linear.
+"""The MoE op on the CPU: one call of the C++ library for all experts and tokens (csrc/cpu/moe.cpp)."""
 
-An expert's gate and up are neighbours in the flat tensors, so they are one linear of two shards. All
-arithmetic between the linears is float32; experts are added in ascending order, so a token's result
-does not depend on the other tokens of its batch.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
+from vllm_exl3.cpu.backend import DTYPES, threads
+from vllm_exl3.cpu.context import Context
+from vllm_exl3.cpu.library import FlatStruct, MoECallStruct, check, library, unavailable, use_openmp
 from vllm_exl3.ops import backends
-from vllm_exl3.ops.activation import activate
-from vllm_exl3.ops.experts import TABLE_COLUMNS, Projection, unpack_expert
+from vllm_exl3.ops.activation import ACTIVATIONS
+from vllm_exl3.ops.experts import TABLE_COLUMNS
 from vllm_exl3.ops.moe import Flat, MoECall, local_ids
-from vllm_exl3.ops.shards import pack_shards
 
-__all__ = ["grouped_experts", "moe_native"]
+__all__ = ["moe_native", "moe_struct", "reserve", "run_struct"]
 
-Linear = Callable[..., torch.Tensor]
-
-_ROWS_AT_ONCE = 1024
-"""Rows of one expert that are in work at a time: bounds the scratch, whatever the prompt's length."""
+_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
 
 
 def moe_native(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """The op (see `vllm_exl3.ops.moe.moe`) on the C++ library."""
-    linear = backends.find("linear", "cpu", "native")
-    assert linear is not None  # `_unavailable` has said so
-    return grouped_experts(linear.function, x, MoECall(*arguments))
+    """The op (see `vllm_exl3.ops.moe.moe`) on the C++ library, on the threads of torch.
+
+    Raises:
+        ValueError: a tensor's dtype, size or layout is not what the op takes.
+        RuntimeError: the library refuses the call.
+    """
+    use_openmp()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    struct, held = moe_struct(x, MoECall(*arguments), out)
+    run_struct(struct)
+    del held
+    return out
 
 
-def grouped_experts(linear: Linear, x: torch.Tensor, call: MoECall) -> torch.Tensor:
-    """The op with ``linear(x, trellis, suh, svh, bias, shards)`` for the projections; the table is on the CPU."""
-    hidden_size, top_k = x.shape[1], call.topk_ids.shape[1]
-    rows, weights = x.float(), call.topk_weights.float().reshape(-1, 1)
-    output = torch.zeros_like(rows)
+def run_struct(struct: MoECallStruct) -> None:
+    """Compute a call.
 
-    for expert, slots in _groups(local_ids(call.topk_ids, call.expert_map), call.table.shape[0]):
-        first, down = _views(call.table[expert].numpy().tobytes(), call.intermediate_size, hidden_size)
-        for part in slots.split(_ROWS_AT_ONCE):
-            token = part.div(top_k, rounding_mode="floor")
-            weight = weights[part]
-            values = rows[token]
-            if call.apply_router_weight_on_input:
-                values *= weight
-            values = _project(linear, values, call.w13, first)
-            values = activate(call.activation, values, call.alpha, call.beta, call.limit)
-            values = _project(linear, values, call.w2, down)
-            output.index_add_(0, token, values if call.apply_router_weight_on_input else values.mul_(weight))
-    return output.to(x.dtype)
+    Raises:
+        RuntimeError: the library refuses it.
+    """
+    check(library().exl3_moe(struct))
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What one call of the linear reads: ranges (start, size) of the four flat tensors, and its shards."""
+def reserve(struct: MoECallStruct) -> None:
+    """Make the working memory of the call's context large enough for every routing of as many tokens.
 
-    ranges: tuple[tuple[int, int], ...]
-    shards: tuple[int, ...]
+    Raises:
+        RuntimeError: the library refuses the call's sizes or table, or there is not enough memory.
+    """
+    check(library().exl3_moe_reserve(struct))
 
 
-def _project(linear: Linear, values: torch.Tensor, tensors: Flat, view: _View) -> torch.Tensor:
+def moe_struct(
+    x: torch.Tensor, call: MoECall, out: torch.Tensor, context: Context | None = None, *, slots: bool = False
+) -> tuple[MoECallStruct, list[torch.Tensor]]:
+    """A call as the library takes it.
+
+    Args:
+        x: ``[M, hidden]`` float16, bfloat16 or float32.
+        call: the op's other arguments.
+        out: ``[M, hidden]`` in the dtype of ``x`` or float32; with ``slots`` float32 ``[M, top_k, hidden]``.
+        context: what it runs on; None for the threads of torch.
+        slots: store each choice's weighted result, not their sum. Those of no expert here are left as they are.
+
+    Returns:
+        The structure, and the tensors that must outlive it: arguments and copies of them that it points to.
+
+    Raises:
+        ValueError: a tensor's dtype, size or layout is not what the op takes.
+    """
+    if x.dim() != 2 or x.dtype not in DTYPES or call.topk_ids.dim() != 2:
+        raise ValueError(f"x: found {x.dtype} {tuple(x.shape)}, expected float16, bfloat16 or float32 [M, hidden]")
+    tokens, hidden = x.shape
+    ids = call.topk_ids if call.expert_map is None else local_ids(call.topk_ids, call.expert_map)
+    if ids.dtype not in (torch.int32, torch.int64):
+        ids = ids.long()
+    ids, weights, table = ids.contiguous(), call.topk_weights.float().contiguous(), call.table.contiguous()
+    top_k = ids.shape[1]
+    if x.stride(1) != 1 and hidden > 1:
+        x = x.contiguous()
+    shape = (tokens, top_k, hidden) if slots else (tokens, hidden)
+    _expect("topk_weights", weights, torch.float32, (tokens, top_k))
+    projections = 2 + ACTIVATIONS[call.activation].gated
+    if len(table):  # that of a rank without experts has no columns either
+        _expect("table", table, torch.int64, (len(table), projections, TABLE_COLUMNS))
+    _expect("out", out, torch.float32 if slots or out.dtype != x.dtype else x.dtype, shape)
+    struct = MoECallStruct(
+        x=x.data_ptr(),
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        out=out.data_ptr(),
+        table=table.data_ptr(),
+        context=None if context is None else context.address,
+        w13=_flat("w13", call.w13),
+        w2=_flat("w2", call.w2),
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=call.intermediate_size,
+        top_k=top_k,
+        experts=len(table),
+        x_stride=x.stride(0),
+        out_stride=hidden,
+        alpha=call.alpha,
+        beta=call.beta,
+        limit=call.limit,
+        dtype=DTYPES[x.dtype],
+        out_dtype=DTYPES[out.dtype],
+        id_bytes=ids.element_size(),
+        projections=projections,
+        activation=_ACTIVATION_NUMBERS[call.activation],
+        weight_on_input=call.apply_router_weight_on_input,
+        slots=slots,
+        threads=threads(),
+    )
+    return struct, [x, ids, weights, table, out, *(part for part in (*call.w13, *call.w2) if part is not None)]
+
+
+def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor that the library would misread."""
+    if tensor.dtype != dtype or tensor.shape != shape or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: found {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}, "
+            f"expected contiguous {dtype} {shape} on the CPU"
+        )
+
+
+def _flat(name: str, tensors: Flat) -> FlatStruct:
     trellis, suh, svh, bias = tensors
-    at = view.ranges
-    return linear(
-        values,
-        trellis.narrow(0, *at[0]),
-        suh.narrow(0, *at[1]),
-        svh.narrow(0, *at[2]),
-        bias.narrow(0, *at[3]) if bias is not None else None,
-        view.shards,
+    for leaf, part, dtype in (
+        ("trellis", trellis, torch.int16),
+        ("suh", suh, torch.float16),
+        ("svh", svh, torch.float16),
+    ):
+        _expect(f"{name}_{leaf}", part, dtype, (part.numel(),))
+    if bias is not None:
+        _expect(f"{name}_bias", bias, torch.float32, (bias.numel(),))
+    return FlatStruct(
+        trellis.data_ptr(),
+        suh.data_ptr(),
+        svh.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        trellis.numel(),
+        suh.numel(),
+        svh.numel(),
+        0 if bias is None else bias.numel(),
     )
 
 
-@lru_cache(maxsize=1 << 15)
-def _views(row: bytes, intermediate: int, hidden: int) -> tuple[_View, _View]:
-    """The two calls of an expert, from its part of the table; kept, for they cost more than a small linear."""
-    values = np.frombuffer(row, np.int64).reshape(-1, TABLE_COLUMNS).tolist()
-    *first, down = unpack_expert(values)
-    return _view(first, intermediate), _view([down], hidden)
-
-
-def _view(parts: list[Projection], outputs: int) -> _View:
-    start = parts[0]
-    ranges = (
-        (start.trellis, sum(part.trellis_words for part in parts)),
-        (start.suh, sum(part.in_features for part in parts)),
-        (start.svh, sum(part.out_features for part in parts)),
-        (start.bias, len(parts) * outputs),
-    )
-    return _View(ranges, tuple(pack_shards(part.shard(outputs) for part in parts)))
-
-
-def _groups(ids: torch.Tensor, experts: int) -> list[tuple[int, torch.Tensor]]:
-    """Slots (token · top_k + k) of every expert that occurs, ascending in both."""
-    flat = ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    # Numbers of no expert lie at both ends. Clamped, or there would be a count of everything up to the largest.
-    counts = torch.bincount(flat.clamp(-1, experts) + 1, minlength=experts + 2).tolist()
-    groups = order.split(counts)
-    return [(expert, groups[expert + 1]) for expert in range(experts) if counts[expert + 1]]
-
-
-def _unavailable() -> str | None:
-    linear = backends.find("linear", "cpu", "native")
-    return "the native linear is not installed" if linear is None else linear.unavailable()
-
-
-backends.register_backend(backends.Backend("moe", "cpu", "native", moe_native, _unavailable))
+backends.register_backend(backends.Backend("moe", "cpu", "native", moe_native, unavailable))

@@ -2,12 +2,24 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_exl3.cpu import library
 
-__all__ = ["DriverError", "Kernel", "find_launcher", "load_kernel", "zeroed_memory"]
+__all__ = [
+    "DriverError",
+    "Kernel",
+    "driver_functions",
+    "end_side_stream",
+    "find_launcher",
+    "load_kernel",
+    "mapped_address",
+    "side_stream",
+    "wait_event",
+    "zeroed_memory",
+]
 
 
 class DriverError(RuntimeError):
@@ -184,8 +196,59 @@ def zeroed_memory(size: int) -> int:
     return int(address)
 
 
+def mapped_address(host: int) -> int:
+    """The address at which the current context's kernels read mapped host memory.
+
+    Raises:
+        DriverError: it is not mapped.
+    """
+    driver = _driver()
+    status, address = driver.cuMemHostGetDevicePointer(host, 0)
+    _check(status, f"mapping host memory at {host:#x}")
+    return int(address)
+
+
 _LAUNCHER_FUNCTIONS = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")
 """What ``exl3_set_driver`` of the C++ library takes, under the names that the driver exports."""
+
+
+def driver_functions(names: Sequence[str]) -> list[ctypes.c_void_p] | None:
+    """Addresses of functions of the driver; None where it is too old (before CUDA 11.8) or there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in names]
+    except (OSError, AttributeError):
+        return None
+
+
+def side_stream() -> tuple[int, int, int, int]:
+    """Handles of the current context, a new stream in it that waits for no other, and two events without times."""
+    driver = _driver()
+    status, context = driver.cuCtxGetCurrent()
+    _check(status, "asking for the current context")
+    status, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    _check(status, "making a stream")
+    events = []
+    for _ in range(2):
+        status, event = driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        _check(status, "making an event")
+        events.append(int(event))
+    return int(context), int(stream), *events
+
+
+def end_side_stream(stream: int, *events: int) -> None:
+    """Give back what `side_stream` made; work that the stream holds still runs to its end."""
+    driver = _driver()
+    driver.cuStreamDestroy(driver.CUstream(stream))
+    for event in events:
+        driver.cuEventDestroy(driver.CUevent(event))
+
+
+def wait_event(stream: int, event: int) -> None:
+    """Let a stream wait for what an event was last recorded behind."""
+    driver = _driver()
+    (status,) = driver.cuStreamWaitEvent(driver.CUstream(stream), driver.CUevent(event), 0)
+    _check(status, "waiting for an event")
 
 
 @functools.lru_cache(maxsize=1)
@@ -193,10 +256,8 @@ def find_launcher() -> ctypes.CDLL | None:
     """The C++ library, knowing the driver's functions; None where it was not built, or the driver is too old."""
     if library.unavailable() is not None:
         return None
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        functions = [ctypes.cast(getattr(driver, name), ctypes.c_void_p) for name in _LAUNCHER_FUNCTIONS]
-    except (OSError, AttributeError):  # a driver before CUDA 11.8, or none
+    functions = driver_functions(_LAUNCHER_FUNCTIONS)
+    if functions is None:
         return None
     loaded = library.library()
     loaded.exl3_set_driver(*functions)

@@ -39,13 +39,16 @@ __all__ = ["instances", "moe", "prepare"]
 _LEAVES = {"trellis": torch.int16, "suh": torch.float16, "svh": torch.float16, "bias": torch.float32}
 
 
-def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.Tensor:
+def moe(
+    x: torch.Tensor, *arguments: Any, form: MoeForm | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The op; arguments as `vllm_exl3.ops.moe.moe` without the layer class.
 
     Args:
         x: ``[M, hidden]``.
         arguments: those of `MoECall`.
         form: how to multiply; chosen by the number of tokens when None.
+        out_dtype: of the result; that of ``x`` when None.
 
     Raises:
         ValueError: a dtype that no kernel reads, or tensors that they would misread.
@@ -53,7 +56,7 @@ def moe(x: torch.Tensor, *arguments: Any, form: MoeForm | None = None) -> torch.
     call = MoECall(*arguments)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     if x.shape[0] == 0:
         return out
     if call.table.shape[0] == 0:  # a rank without experts adds nothing to the sum
@@ -100,7 +103,7 @@ def _arguments(
         x_stride=x.stride(0),
         out_stride=out.stride(0),
         x_type=ELEMENTS[x.dtype],
-        out_type=ELEMENTS[x.dtype],
+        out_type=ELEMENTS[out.dtype],
         wide_ids=int(ids.dtype == torch.int64),
         weight_on_input=int(call.apply_router_weight_on_input),
         activation=ACTIVATION_KINDS.index(call.activation),

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from vllm_exl3.cpu.moe import grouped_experts
 from vllm_exl3.cuda import exllamav3
 from vllm_exl3.ops.moe import MoECall, refuse_capture
+from vllm_exl3.ops.moe_by_expert import grouped_experts
 
 __all__ = ["moe_exllamav3"]
 

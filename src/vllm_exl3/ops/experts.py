@@ -13,7 +13,15 @@ import torch
 from vllm_exl3.ops.shards import Shard
 from vllm_exl3.pack.stored import TILE
 
-__all__ = ["TABLE_COLUMNS", "Projection", "pack_table", "projection_kinds", "share_input_scales", "unpack_expert"]
+__all__ = [
+    "TABLE_COLUMNS",
+    "Projection",
+    "pack_table",
+    "projection_kinds",
+    "share_input_scales",
+    "shift_trellises",
+    "unpack_expert",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,24 @@ def share_input_scales(table: torch.Tensor, suh: torch.Tensor) -> torch.Tensor:
     shared, column = table.clone(), _COLUMNS.index("suh")
     shared[:, 1, column] = torch.where(equal, table[:, 0, column], table[:, 1, column])
     return shared
+
+
+def shift_trellises(table: torch.Tensor, experts: Sequence[int], first: int, down: int) -> torch.Tensor:
+    """The table for experts whose trellises lie elsewhere than in the flat tensors that the op is given.
+
+    Kernels add offsets of 64 bits to a tensor's address, so an offset may lead to any memory that they can read.
+
+    Args:
+        table: as `pack_table` makes it, on the CPU; not changed.
+        experts: rows of those experts.
+        first: what is added to the offsets of gate and up, in int16 words.
+        down: what is added to the offsets of down.
+    """
+    shifted, rows = table.clone(), list(experts)
+    column = _COLUMNS.index("trellis")
+    shifted[rows, :-1, column] += first
+    shifted[rows, -1, column] += down
+    return shifted
 
 
 def projection_kinds(experts: Sequence[Sequence[Projection]]) -> list[int]:

@@ -5,6 +5,9 @@
 y[t] = Σ_k weight[t, k] · down_e(activation(gate_e(x[t]), up_e(x[t]))) with e = topk_ids[t, k], each
 projection an EXL3 linear as in `vllm_exl3.ops.linear`. Experts that this rank does not hold add
 nothing: with expert or tensor parallelism the result is this rank's share of the sum.
+
+The sum is one of float32 products in the order of a token's choices, k = 0 on: it does not depend on which experts they
+name, and can be put together from parts that were computed in different places.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +20,13 @@ from vllm_exl3.ops.experts import unpack_expert
 from vllm_exl3.ops.linear import linear_reference
 from vllm_exl3.ops.shards import pack_shards
 
-__all__ = ["Flat", "MoECall", "local_ids", "moe", "moe_reference", "refuse_capture"]
+__all__ = ["Flat", "MoECall", "local_ids", "moe", "moe_reference", "refuse_capture", "sum_choices"]
 
 Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Trellis, suh, svh and bias of a layer's experts, one projection after the other."""
+
+_RESULTS_AT_ONCE = 1 << 26
+"""Results of choices (float32) that the reference holds at once, whatever the prompt's length."""
 
 _library = torch.library.Library("vllm_exl3", "FRAGMENT")
 _library.define(
@@ -116,6 +122,21 @@ def local_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.
     return torch.where((ids < 0) | (ids > last), -1, expert_map.long()[ids.clamp(0, last)])
 
 
+def sum_choices(results: torch.Tensor) -> torch.Tensor:
+    """The sum over a token's choices, in their order.
+
+    Args:
+        results: float32 ``[M, top_k, hidden]``, weighted; zero where no expert is here.
+
+    Returns:
+        float32 ``[M, hidden]``.
+    """
+    total = torch.zeros_like(results[:, 0])
+    for choice in results.unbind(1):
+        total += choice
+    return total
+
+
 def refuse_capture(backend: str, device: torch.device) -> None:
     """Say why a kernel that reads the routing on the host cannot be captured, before CUDA says it in other words.
 
@@ -137,8 +158,15 @@ def moe_reference(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """
     refuse_capture("reference", x.device)
     call = MoECall(*arguments)
+    step = max(1, _RESULTS_AT_ONCE // (call.topk_ids.shape[1] * x.shape[1]))
+    parts = zip(x.split(step), call.topk_weights.split(step), call.topk_ids.split(step), strict=True)
+    return torch.cat([_tokens_reference(rows, call._replace(topk_weights=w, topk_ids=ids)) for rows, w, ids in parts])
+
+
+def _tokens_reference(x: torch.Tensor, call: MoECall) -> torch.Tensor:
+    """Some tokens, of which every choice's result is held."""
     ids = local_ids(call.topk_ids, call.expert_map)
-    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    results = torch.zeros((*ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
 
     def project(rows: torch.Tensor, first: bool, index: int, outputs: int) -> torch.Tensor:
         trellis, suh, svh, bias = call.w13 if first else call.w2
@@ -166,8 +194,8 @@ def moe_reference(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         hidden = torch.cat([project(rows, True, index, call.intermediate_size) for index in range(down)], dim=1)
         hidden = activate(call.activation, hidden, call.alpha, call.beta, call.limit)
         values = project(hidden, False, down, x.shape[1])
-        output.index_add_(0, token, values if call.apply_router_weight_on_input else values * weight)
-    return output.to(x.dtype)
+        results[token, slot] = values if call.apply_router_weight_on_input else values * weight
+    return sum_choices(results).to(x.dtype)
 
 
 @torch.library.register_fake("vllm_exl3::moe", lib=_library)

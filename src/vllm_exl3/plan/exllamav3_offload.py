@@ -1,7 +1,7 @@
 """Plan of a pack's experts on the CPU by ExLlamaV3: the contract of an earlier plugin's planner.
 
 It decides by metadata alone. ``own_executor_available`` says whether this package executes experts on a CPU beside a
-GPU; it does not in this version (docs/offload.md says what it does instead).
+GPU, which it does for every codebook and bit rate (``VLLM_EXL3_EXPERTS=cpu``, docs/offload.md).
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,9 @@ from typing import Any
 
 __all__ = ["OWN_ROUTE", "CpuOffloadPlan", "plan_exllamav3_cpu_offload"]
 
-OWN_ROUTE = "experts in host memory that the GPU reads: --offload-backend uva (vllm-exl3 plan --host-memory)"
+OWN_ROUTE = (
+    "VLLM_EXL3_EXPERTS=cpu: the CPU computes experts that are not in GPU memory; =host: the GPU reads them there"
+)
 """This package's own way to serve models larger than the GPU."""
 
 _MOST_BITS = 8
@@ -46,7 +48,7 @@ class CpuOffloadPlan:
     blockers: tuple[str, ...]
     warnings: tuple[str, ...]
     recommended_route: str
-    own_executor_available: bool = False
+    own_executor_available: bool = True
     own_route: str = OWN_ROUTE
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from vllm_exl3.serving.degrees import refuse_degrees
 from vllm_exl3.serving.delegate import SourceFormat
 from vllm_exl3.serving.dependent_launch import let_compiled_kernels_overlap
 from vllm_exl3.serving.drafts import refuse_pack_as_draft
+from vllm_exl3.serving.expert_tiers import ExpertTiers
 from vllm_exl3.serving.fingerprint import fingerprint
 from vllm_exl3.serving.kernels import prepare_kernels
 from vllm_exl3.serving.loading import check_load_format
@@ -71,6 +72,7 @@ _PER_PROCESS = (
     "report",
     "_progress",
     "watch",
+    "expert_tiers",
 )
 """Attributes that are not pickled: each process finds them anew while it builds its model."""
 
@@ -89,6 +91,7 @@ class Exl3Config(QuantizationConfig):
         claimed: keys of the stored modules that some layer of the model has asked for.
         report: what is served and how.
         watch: the parameters that belong to no layer of this package.
+        expert_tiers: where routed experts are kept.
     """
 
     def __init__(self, raw: dict[str, Any] | None = None) -> None:
@@ -110,6 +113,7 @@ class Exl3Config(QuantizationConfig):
         self.report = Report()
         self._progress = LoadProgress()
         self.watch = ParameterWatch()
+        self.expert_tiers = ExpertTiers(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -291,6 +295,7 @@ class Exl3Config(QuantizationConfig):
         extra = getattr(current.load_config, "model_loader_extra_config", None) if current is not None else None
         tracked = not isinstance(extra, dict) or extra.get("enable_weights_track") is not False
         self.watch.check(layer, str(self.source), refuse=tracked)
+        self.report.tiers = self.expert_tiers.placement
         if self.report.layer_ready(where, layer, self.pack):
             with phase("making kernels ready"):
                 prepare_kernels(self.report, compute_device(layer))

@@ -12,13 +12,18 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 import vllm_exl3.ops.moe  # noqa: F401  registers torch.ops.vllm_exl3.moe
 from vllm_exl3.ops.experts import share_input_scales
+from vllm_exl3.ops.moe import MoECall
 from vllm_exl3.pack.stored import Codebook, ExpertGroup
+from vllm_exl3.serving.expert_tiers import Share
+from vllm_exl3.serving.expert_usage import RoutingCounter
 from vllm_exl3.serving.loading import register_parameter
 from vllm_exl3.serving.models.laguna import is_laguna, routed_scale
 from vllm_exl3.serving.moe_checks import ActivationCall, activation_call, check_scales, refuse_unserved
+from vllm_exl3.serving.moe_host import HostExperts
 from vllm_exl3.serving.moe_layout import ExpertLayout
 from vllm_exl3.serving.moe_loading import ExpertLoaders
 from vllm_exl3.serving.moe_names import expert_loader
+from vllm_exl3.serving.moe_share import DividedExperts
 from vllm_exl3.serving.offload import validate_exl3_moe_uva_layer
 from vllm_exl3.serving.padding import route_padding
 
@@ -26,6 +31,9 @@ if TYPE_CHECKING:
     from vllm_exl3.serving.config import Exl3Config
 
 __all__ = ["Exl3MoEMethod"]
+
+_LAYER_CLASS = "RoutedExperts"
+"""What calls of the op are counted under."""
 
 
 class Exl3MoEMethod(FusedMoEMethodBase):
@@ -55,6 +63,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.scale = 1.0
         self.layout: ExpertLayout
         self.loaders: ExpertLoaders
+        self.host: HostExperts | None = None
+        self.divided: DividedExperts | None = None
+        self.counter: RoutingCounter | None = None
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     def create_weights(
@@ -70,20 +81,31 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         parallel = layer.moe_config.moe_parallel_config
         total = layer.global_num_experts
         numbers = [layer._map_global_expert_id_to_local_expert_id(expert) for expert in range(total)]
+        local = sorted((e for e in range(total) if numbers[e] >= 0), key=numbers.__getitem__)
+        share = Share(tuple(local), parallel.tp_rank, parallel.tp_size)
         self.layout = layout = ExpertLayout(
             self.where,
             self.group,
             self.config.pack.linears,
-            local=sorted((e for e in range(total) if numbers[e] >= 0), key=numbers.__getitem__),
+            local=local,
             total=total,
             hidden=hidden_size,
             intermediate=intermediate_size_per_partition * parallel.tp_size,
             roles=("gate", "up", "down") if self.activation.gated else ("up", "down"),
             rank=parallel.tp_rank,
             ranks=parallel.tp_size,
+            resident=self.config.expert_tiers.resident(self.where, self.group, share) if local else None,
         )
+        self.host = HostExperts(layout) if layout.in_host else None
+        if self.host is not None and self.config.expert_tiers.computes_on_cpu:
+            self.divided = DividedExperts(layout, self.host)
+        self.counter = self.config.expert_tiers.counter(self.group, total, self)
         self.loaders = loaders = ExpertLoaders(
-            layout, numbers, adds_bias=parallel.tp_rank == 0, trellis_arrived=self.config.trellis_arrived
+            layout,
+            numbers,
+            adds_bias=parallel.tp_rank == 0,
+            trellis_arrived=self.config.trellis_arrived,
+            host=self.host.words if self.host is not None else None,
         )
         self._host_table = layout.table
         for name, sizes in layout.sizes.items():
@@ -118,12 +140,18 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             for leaf in ("suh", "svh"):
                 check_scales(self.layout, name, leaf, getattr(layer, f"{name}_{leaf}"))
         self._host_table = share_input_scales(self.layout.table, layer.w13_suh)
+        if self.divided is not None:
+            self.divided.load(layer, self._host_table)
         with torch.inference_mode():  # as they were made, at the first forward
-            for table in self._tables.values():
-                table.copy_(self._host_table)  # in place: captured graphs read it
+            for device, table in self._tables.items():
+                table.copy_(self._placed_table(device))  # in place: captured graphs read it
         if is_laguna(self.config.pack.config):
             self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
         self.config.layer_ready(self.where, layer)
+
+    def bytes_beside_parameters(self) -> dict[str, int]:
+        """Bytes that the report counts and that no parameter holds, by what they are."""
+        return {"trellis in host memory": self.host.nbytes} if self.host is not None else {}
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: vLLM's own expert kernels are not used."""
@@ -138,6 +166,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``x [M, hidden]`` through its experts; this rank's part of the sum, in the dtype of ``x``."""
+        if self.counter is not None:
+            self.counter.count(topk_ids)
         if self.scale != 1:
             # In float32 either way: the unscaled result may be too small for float16.
             if layer.apply_router_weight_on_input:
@@ -148,9 +178,22 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     def _call(
         self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
+        arguments = self._arguments(layer, x, topk_weights, topk_ids)
+        if self.divided is not None:
+            tiers, call = self.config.expert_tiers, MoECall(*arguments)
+            # Whatever the first forward's size: a later one may be captured.
+            self.divided.prepare(tiers.side_stream(x.shape[1], topk_ids.shape[1]), call, x.device)
+            if 0 < x.shape[0] <= tiers.cpu_rows:
+                return self.divided(x, call, _LAYER_CLASS)
+        output: torch.Tensor = torch.ops.vllm_exl3.moe(x, *arguments, _LAYER_CLASS)
+        return output
+
+    def _arguments(
+        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """The op's arguments between ``x`` and the layer's class."""
         call = self.activation
-        output: torch.Tensor = torch.ops.vllm_exl3.moe(
-            x,
+        return (
             topk_weights,
             topk_ids,
             layer.expert_map,
@@ -162,7 +205,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             layer.w2_suh,
             layer.w2_svh,
             getattr(layer, "w2_bias", None),
-            self._table(x.device),
+            self._table(layer, x.device),
             self.layout.kinds,
             self.layout.intermediate,
             call.name,
@@ -170,13 +213,17 @@ class Exl3MoEMethod(FusedMoEMethodBase):
             call.beta,
             call.limit,
             layer.apply_router_weight_on_input,
-            "RoutedExperts",
         )
-        return output
 
-    def _table(self, device: torch.device) -> torch.Tensor:
+    def _table(self, layer: RoutedExperts, device: torch.device) -> torch.Tensor:
         # Made at the first forward, not while loading: what is allocated then is lost when the engine sleeps.
         table = self._tables.get(device)
+        if self.host is not None:
+            self.host.check_bases(layer, device)
         if table is None:
-            table = self._tables[device] = self._host_table.to(device)
+            table = self._tables[device] = self._placed_table(device).to(device)
         return table
+
+    def _placed_table(self, device: torch.device) -> torch.Tensor:
+        """The table on the CPU, as kernels on a device need it."""
+        return self._host_table if self.host is None else self.host.placed(self._host_table, device)

@@ -13,7 +13,7 @@ from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.stored import BLOCK, Codebook, ExpertGroup, StoredLinear, pad_to_block
 from vllm_exl3.plan.partition import block_split
 
-__all__ = ["ExpertLayout", "ExpertSlot", "Sizes"]
+__all__ = ["STAND_IN_WORDS", "ExpertLayout", "ExpertSlot", "Sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,33 @@ class ExpertSlot:
         linear: the stored tensors.
         rows: first stored input channel held, and how many.
         columns: first stored output channel held, and how many.
-        projection: its row of the op's table.
+        projection: its row of the op's table. If the expert is in host memory, its trellis' offset counts in that.
+        stand_in: where, in the flat trellis, some words stand for a trellis in host memory; -1 for others.
     """
 
     linear: StoredLinear
     rows: tuple[int, int]
     columns: tuple[int, int]
     projection: Projection
+    stand_in: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Elements of the flat parameters of w13 or w2; ``bias`` is 0 where the pack has none."""
+    """Elements of the flat parameters of w13 or w2; ``bias`` is 0 where the pack has none.
+
+    ``host`` counts the words of trellises in host memory, which are no parameter.
+    """
 
     trellis: int
     suh: int
     svh: int
     bias: int
+    host: int
+
+
+STAND_IN_WORDS = 8
+"""int16 words in the flat trellis for one in host memory: vLLM's reloading counts what was loaded into parameters."""
 
 
 class ExpertLayout:
@@ -57,6 +67,10 @@ class ExpertLayout:
         roles: what the model's experts have: gate, up and down, or up and down.
         rank: tensor-parallel rank.
         ranks: tensor-parallel ranks.
+        resident: the experts, by their numbers in the model, whose trellises stay on the GPU; None for all.
+
+    Attributes:
+        in_host: local numbers of the experts whose trellises lie in host memory.
 
     Raises:
         Exl3PackError: experts are missing or incomplete, or sizes do not fit the model.
@@ -75,6 +89,7 @@ class ExpertLayout:
         roles: tuple[str, ...],
         rank: int,
         ranks: int,
+        resident: frozenset[int] | None = None,
     ) -> None:
         if not local:
             raise Exl3PackError(
@@ -86,6 +101,9 @@ class ExpertLayout:
         self.where = where
         self.roles = roles
         self.local = tuple(local)
+        self.in_host = tuple(
+            index for index, expert in enumerate(self.local) if resident is not None and expert not in resident
+        )
         self.total = total
         self.hidden = hidden
         self.split = ranks > 1
@@ -147,10 +165,10 @@ class ExpertLayout:
 
     def _place(self) -> tuple[list[list[ExpertSlot]], dict[str, Sizes]]:
         """Lay the experts out one after the other, gate beside up, so that both are one two-shard linear."""
-        taken = {name: [0, 0, 0, 0] for name in ("w13", "w2")}
+        taken = {name: [0, 0, 0, 0, 0] for name in ("w13", "w2")}
         slots = []
-        outer = (0, pad_to_block(self.hidden))
-        for stored in self._stored:
+        outer, in_host = (0, pad_to_block(self.hidden)), set(self.in_host)
+        for local, stored in enumerate(self._stored):
             expert = []
             for role, linear in zip(self.roles, stored, strict=True):
                 name, rows, columns, outputs = (
@@ -160,7 +178,7 @@ class ExpertLayout:
                 )
                 at = taken[name]
                 projection = Projection(
-                    at[0],
+                    at[4] if local in in_host else at[0],
                     at[1],
                     at[2],
                     at[3] if self._biased[name] else -1,
@@ -169,8 +187,12 @@ class ExpertLayout:
                     rows[1],
                     columns[1],
                 )
-                expert.append(ExpertSlot(linear, rows, columns, projection))
-                at[0] += projection.trellis_words
+                expert.append(ExpertSlot(linear, rows, columns, projection, at[0] if local in in_host else -1))
+                if local in in_host:
+                    at[0] += STAND_IN_WORDS
+                    at[4] += projection.trellis_words
+                else:
+                    at[0] += projection.trellis_words
                 at[1] += rows[1]
                 at[2] += columns[1]
                 at[3] += outputs if self._biased[name] else 0

@@ -1,6 +1,6 @@
 """What fills the flat parameters of a MoE layer's experts: this rank's share of every stored tensor, in its place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.nn import Parameter
@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from vllm_exl3.pack.stored import TILE, StoredLinear
 from vllm_exl3.serving.loading import check_loaded_marker, check_shape, unpack_signs_like
 from vllm_exl3.serving.moe_checks import LoadedExperts
-from vllm_exl3.serving.moe_layout import ExpertLayout, ExpertSlot
+from vllm_exl3.serving.moe_layout import STAND_IN_WORDS, ExpertLayout, ExpertSlot
 
 __all__ = ["ExpertLoaders"]
 
@@ -21,6 +21,7 @@ class ExpertLoaders:
         local: of every expert of the model, its number on this rank, or a negative one.
         adds_bias: whether this rank adds down's bias: the tensor-parallel ranks' results are added up, so one does.
         trellis_arrived: told of every trellis, those of other ranks' experts too.
+        host: flat words in host memory for ``w13`` and ``w2``, where some experts' trellises lie there.
 
     Attributes:
         loaded: what was loaded.
@@ -33,12 +34,14 @@ class ExpertLoaders:
         *,
         adds_bias: bool,
         trellis_arrived: Callable[[torch.Tensor], None],
+        host: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.loaded = LoadedExperts(layout)
         self._layout = layout
         self._local = local
         self._adds_bias = adds_bias
         self._trellis_arrived = trellis_arrived
+        self._host = host or {}
 
     def loader(self, leaf: str) -> Callable[..., bool | None]:
         """The ``weight_loader`` of ``w13_<leaf>`` and ``w2_<leaf>``: trellis, suh, svh, bias, or marker."""
@@ -74,6 +77,8 @@ class ExpertLoaders:
         self.loaded.add(leaf, local, index)
         if leaf == "bias":
             self._copy_bias(param, loaded, slot, down)
+        elif leaf == "trellis":
+            _copy_trellis(param, loaded, slot, self._host.get("w2" if down else "w13"))
         else:
             _COPIES[leaf](param, loaded, slot)
         return True
@@ -101,11 +106,19 @@ class ExpertLoaders:
             param.data[places[linear.marker.name]].copy_(loaded.reshape(()))
 
 
-def _copy_trellis(param: Parameter, loaded: torch.Tensor, slot: ExpertSlot) -> None:
+def _copy_trellis(param: Parameter, loaded: torch.Tensor, slot: ExpertSlot, host: torch.Tensor | None) -> None:
     """This rank's blocks of a stored trellis ``[in/16, out/16, 16·K]``."""
     (row, rows), (column, columns), at = slot.rows, slot.columns, slot.projection
-    target = param.data[at.trellis : at.trellis + at.trellis_words].view(at.trellis_shape)
-    target.copy_(loaded[row // TILE : (row + rows) // TILE, column // TILE : (column + columns) // TILE])
+    part = loaded[row // TILE : (row + rows) // TILE, column // TILE : (column + columns) // TILE]
+    flat = param.data
+    if slot.stand_in >= 0:
+        # vLLM's layerwise reload first calls loaders with parameters on the meta device, to count what they copy.
+        param.data[slot.stand_in : slot.stand_in + STAND_IN_WORDS].copy_(part[0, 0, :STAND_IN_WORDS])
+        if param.is_meta:
+            return
+        assert host is not None  # made together with the layout
+        flat = host
+    flat[at.trellis : at.trellis + at.trellis_words].view(at.trellis_shape).copy_(part)
 
 
 def _copy_suh(param: Parameter, loaded: torch.Tensor, slot: ExpertSlot) -> None:
@@ -120,4 +133,4 @@ def _copy_svh(param: Parameter, loaded: torch.Tensor, slot: ExpertSlot) -> None:
     param.data[at : at + size].copy_(unpack_signs_like(param, loaded)[start : start + size])
 
 
-_COPIES = {"trellis": _copy_trellis, "suh": _copy_suh, "svh": _copy_svh}
+_COPIES = {"suh": _copy_suh, "svh": _copy_svh}

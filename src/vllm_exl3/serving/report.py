@@ -24,10 +24,17 @@ from vllm_exl3.serving.offload import compute_device, in_host_memory
 
 if TYPE_CHECKING:
     from vllm_exl3.pack import Pack
+    from vllm_exl3.serving.expert_tiers import Placement
     from vllm_exl3.serving.layout import Layout
     from vllm_exl3.serving.moe_layout import ExpertLayout
 
 __all__ = ["Report", "is_first_rank", "reports", "runtime_diagnostics"]
+
+TIERS = {
+    "host": "read by the GPU over the bus",
+    "cpu": "computed on the CPU in steps of few tokens, else read by the GPU over the bus",
+}
+"""What is done with experts that are not in GPU memory."""
 
 logger = logging.getLogger("vllm.exl3")
 _reports: list["Report"] = []
@@ -48,6 +55,7 @@ class Report:
         self._waiting: set[str] = set()
         self._built: dict[str, weakref.ref[torch.nn.Module]] = {}
         self.shortage: str | None = None
+        self.tiers: Placement | None = None
 
     def add_layer(self, where: str, layer: torch.nn.Module, layout: "Layout") -> None:
         """Note a layer that is built but not loaded yet."""
@@ -90,6 +98,8 @@ class Report:
             kind = "trellis" if name.endswith("trellis") else "scales" if name.endswith(("suh", "svh")) else None
             if kind is not None:
                 self.bytes[f"{kind} in host memory" if in_host_memory(parameter) else kind] += parameter.nbytes
+        if (method := getattr(layer, "quant_method", None)) is not None:
+            self.bytes.update(getattr(method, "bytes_beside_parameters", dict)())
         if not all(self._is_left_out(other) for other in self._waiting):
             return False
         for other in self._waiting:
@@ -148,6 +158,7 @@ class Report:
             "head_bits": self._head_bits(),
             "layer_classes": dict(classes),
             "experts": self._experts(),
+            "tiers": self.tiers.as_dict() if self.tiers is not None else None,
             "embeddings": dict(self.embeddings),
             "dense_linears": dict(sorted(self.dense.items())),
             "kernels": self._kernels(),
@@ -180,6 +191,8 @@ class Report:
             lines.append(
                 f"  experts    {experts['total']} in each of {counted(experts['layers'], 'layer')}{held}; {mixed}"
             )
+            if facts["tiers"] and facts["tiers"]["tier"] != "gpu":
+                lines.append(f"  tiers      {_tiers(facts['tiers'])}")
         for op, kernel in facts["kernels"].items():
             declined = "; ".join(f"{name}: {reason}" for name, reason in kernel["declined"].items())
             lines.append(
@@ -274,6 +287,17 @@ def _quantizer(version: str | None) -> str:
     if version is None:
         return "unknown"
     return f"exllamav3 {version}" if version[:1].isdigit() else version
+
+
+def _tiers(placement: Mapping[str, Any]) -> str:
+    """Where routed experts are, in a sentence."""
+    fewest, most = placement["resident_experts"]
+    kept = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return (
+        f"{byte_size(placement['gpu_bytes'])} of experts' trellises in GPU memory, {kept} experts in each layer "
+        f"({placement['chosen_by']}; {placement['budget']}); {byte_size(placement['host_bytes'])} in host memory, "
+        f"{TIERS[placement['tier']]}"
+    )
 
 
 def _by_reason(dense: Mapping[str, str], limit: int = 4) -> str:

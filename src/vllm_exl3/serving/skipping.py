@@ -53,6 +53,9 @@ class OtherStages:
 
     Args:
         pack: the pack that is being loaded.
+
+    Attributes:
+        layers: decoder layers of this stage.
     """
 
     def __init__(self, pack: Pack) -> None:
@@ -63,12 +66,12 @@ class OtherStages:
         self._alone = group.world_size == 1
         self._last = group.is_last_rank
         layers = main_layers(pack.config)
-        self._own = range(0) if self._alone else range(*get_pp_indices(layers, group.rank_in_group, group.world_size))
+        self.layers = range(*get_pp_indices(layers, group.rank_in_group, group.world_size))
 
     def reason(self, key: str) -> str | None:
         """Why this process need not build a module, or None where it must."""
         match = MAIN_LAYER.match(f"{key}.")
-        mine = int(match[1]) in self._own if match else self._last and is_head_name(key)
+        mine = int(match[1]) in self.layers if match else self._last and is_head_name(key)
         return None if self._alone or mine else "another pipeline stage"
 
 
