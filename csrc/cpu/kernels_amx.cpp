@@ -13,7 +13,7 @@
 namespace exl3 {
 
 const Kernels kernels_amx = {
-    "amx",  STRIP_ROWS, prepare, arrange_bytes, strip, panel_planes, multiply_panel_planes, finish, activate, combine, hadamard,
+    "amx",  14, prepare, arrange_bytes, strip, panel_planes, multiply_panel_planes, finish, activate, combine, hadamard,
     viterbi, gather_row,
 };
 

@@ -12,7 +12,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx512 = {
-    "avx512", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
+    "avx512", 10, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

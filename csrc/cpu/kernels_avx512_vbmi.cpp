@@ -10,7 +10,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx512_vbmi = {
-    "avx512_vbmi", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
+    "avx512_vbmi", 10, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

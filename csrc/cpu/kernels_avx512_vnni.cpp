@@ -12,7 +12,7 @@
 namespace exl3 {
 
 const Kernels kernels_avx512_vnni = {
-    "avx512_vnni", STRIP_ROWS, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
+    "avx512_vnni", 10, prepare, nullptr, strip, panel, multiply_panel, finish, activate, combine, hadamard, viterbi, gather_row,
 };
 
 }  // namespace exl3

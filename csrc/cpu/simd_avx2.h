@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int LANES = 8;
-constexpr int STRIP_ROWS = 2, MULTIPLY_ROWS = 4, PANEL_VECTORS = 2;
+constexpr int STRIP_ROWS = 2, FUSED_ROWS = 2, BUFFERED_ROWS = 2, MULTIPLY_ROWS = 4, PANEL_VECTORS = 2;
 
 using I = __m256i;
 using F = __m256;

@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int STRIP_ROWS = 4, MULTIPLY_ROWS = 6, PANEL_VECTORS = 4;
+constexpr int STRIP_ROWS = 16, FUSED_ROWS = 4, BUFFERED_ROWS = 6, MULTIPLY_ROWS = 6, PANEL_VECTORS = 4;
 
 using I = __m512i;
 using F = __m512;

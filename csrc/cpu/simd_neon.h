@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int LANES = 8;
-constexpr int STRIP_ROWS = 2, MULTIPLY_ROWS = 4, PANEL_VECTORS = 2;
+constexpr int STRIP_ROWS = 2, FUSED_ROWS = 2, BUFFERED_ROWS = 2, MULTIPLY_ROWS = 4, PANEL_VECTORS = 2;
 
 struct I {
     int32x4_t a, b;  // lanes 0 to 3 and 4 to 7

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int LANES = 8;
-constexpr int STRIP_ROWS = 1, MULTIPLY_ROWS = 2, PANEL_VECTORS = 2;
+constexpr int STRIP_ROWS = 1, FUSED_ROWS = 1, BUFFERED_ROWS = 1, MULTIPLY_ROWS = 2, PANEL_VECTORS = 2;
 
 struct I {
     int32_t v[LANES];

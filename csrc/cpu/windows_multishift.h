@@ -10,15 +10,18 @@
 
 namespace {
 
-// K up to 7: from the first bit of a qword's first window to the last of its last lie at most 16 + 5·K bits.
-struct AnyWindows : GroupBytes {
+// From the first bit of some windows of a lane to the last they are within 64 bits: for K up to 6 all eight of the lane, so
+// that one permute serves both pairs of positions, for K = 7 those of each pair.
+template <bool WHOLE_LANES>
+struct QwordWindows : GroupBytes {
     I order[2], shifts[2];
 
-    explicit AnyWindows(int half_bits) : GroupBytes(half_bits) {
+    explicit QwordWindows(int half_bits) : GroupBytes(half_bits) {
         for (int pair = 0; pair < 2; pair++) {
             uint8_t from[64], shift[64];
             for (int lane = 0; lane < 8; lane++) {
-                const int last = (window_end(half_bits, position_of_word(lane, 3, 2 * pair)) + 7) / 8;
+                const int last_pair = WHOLE_LANES ? 2 : 2 * pair;
+                const int last = (window_end(half_bits, position_of_word(lane, 3, last_pair)) + 7) / 8;
                 for (int i = 0; i < 8; i++) {
                     const int byte = last - 1 - i;
                     from[8 * lane + i] = index(byte < -4 ? -4 : byte);
@@ -31,10 +34,16 @@ struct AnyWindows : GroupBytes {
         }
     }
 
+    I load(const uint32_t* tile, int group) const {
+        const I bytes = GroupBytes::load(tile, group);
+        return WHOLE_LANES ? _mm512_permutexvar_epi8(order[0], bytes) : bytes;
+    }
+
     // Windows j and j + 1, and j + 4 and j + 5, of each lane, as words.
     template <int J>
     I pair(I bytes) const {
-        return _mm512_multishift_epi64_epi8(shifts[J / 2], _mm512_permutexvar_epi8(order[J / 2], bytes));
+        const I qwords = WHOLE_LANES ? bytes : _mm512_permutexvar_epi8(order[J / 2], bytes);
+        return _mm512_multishift_epi64_epi8(shifts[J / 2], qwords);
     }
 };
 
@@ -72,7 +81,9 @@ struct ByteWindows {
 
 template <class Function>
 void with_windows(int half_bits, Function&& function) {
-    half_bits == 16 ? function(Kind<ByteWindows>{}) : function(Kind<AnyWindows>{});
+    half_bits == 16   ? function(Kind<ByteWindows>{})
+    : half_bits == 14 ? function(Kind<QwordWindows<false>>{})
+                      : function(Kind<QwordWindows<true>>{});
 }
 
 }  // namespace

@@ -44,6 +44,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         abi::call_launch(input);
     } else if (choice < 48) {
         abi::call_gather(input);
+    } else if (choice < 52) {
+        abi::call_moe(input);
     } else {
         abi::call_linear(input);
     }

@@ -44,7 +44,7 @@ _COMMON = (
     *("abi", "decode", "encode", "isa", "linear", "moe", "moe_check", "moe_plan", "parallel", "pool", "rings", "rows"),
     "kernels_scalar",
 )
-_CALLS = ("abi", "abi_linear", "abi_rows", "abi_launch")
+_CALLS = ("abi", "abi_linear", "abi_moe", "abi_rows", "abi_launch")
 
 
 @dataclass(frozen=True)

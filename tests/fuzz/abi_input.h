@@ -26,13 +26,14 @@
 
 namespace abi {
 
-enum Function { LINEAR, DEQUANTIZE, HADAMARD, ENCODE, GATHER, LAUNCH, SMALL, FUNCTION_COUNT };
+enum Function { LINEAR, DEQUANTIZE, HADAMARD, ENCODE, GATHER, MOE, LAUNCH, SMALL, FUNCTION_COUNT };
 
 // Calls by function; each process prints them when it ends, for the campaign's record.
 struct Record {
     int64_t computed[FUNCTION_COUNT] = {}, refused[FUNCTION_COUNT] = {}, compared[FUNCTION_COUNT] = {};
     ~Record() {
-        static const char* const names[] = {"linear", "dequantize", "hadamard", "encode", "gather_rows", "launch", "small"};
+        static const char* const names[] = {"linear",      "dequantize", "hadamard", "encode",
+                                            "gather_rows", "moe",        "launch",   "small"};
         for (int i = 0; i < FUNCTION_COUNT; i++)
             std::printf("CALLS %s %lld %lld %lld\n", names[i], static_cast<long long>(computed[i]),
                         static_cast<long long>(refused[i]), static_cast<long long>(compared[i]));
@@ -165,6 +166,7 @@ void call_dequantize(Input& input);
 void call_hadamard(Input& input);
 void call_encode(Input& input, bool search);  // `search`: with weights to encode, which takes as long as ten thousand other calls
 void call_gather(Input& input);
+void call_moe(Input& input);
 void call_launch(Input& input);
 void call_small(Input& input);  // versions, texts, names
 

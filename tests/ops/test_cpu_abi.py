@@ -149,9 +149,9 @@ def test_a_share_of_the_calls_in_the_installed_library(caller: Path) -> None:
     """Between pages that may not be touched, beside guard bytes, and for a sample beside the scalar instruction set."""
     done = run(caller, inputs=20_000, seed=2)
     assert done.report is None, done.report
-    functions = {"linear", "dequantize", "hadamard", "gather_rows", "launch"}
+    functions = {"linear", "dequantize", "hadamard", "gather_rows", "moe", "launch"}
     assert done.inputs == 20_000 and all(done.computed[name] and done.refused[name] for name in functions)
-    assert done.compared["linear"] and done.compared["gather_rows"]
+    assert done.compared["linear"] and done.compared["gather_rows"] and done.compared["moe"]
     assert run(caller, inputs=500, seed=2).computed == run(caller, inputs=500, seed=2).computed
 
 
