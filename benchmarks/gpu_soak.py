@@ -41,7 +41,7 @@ SERVERS: dict[str, list[str]] = {
     "dense": [],
     "experts": [],
     "int4 KV cache": ["--kv-cache-dtype", "int4_per_token_head"],
-    "adapters": "--dtype float16 --enable-lora --max-lora-rank 8 --max-loras 2 --lora-modules".split(),
+    "adapters": ["--dtype", "float16", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--lora-modules"],
 }
 """Each kind's own options of ``vllm serve``."""
 

@@ -67,7 +67,7 @@ On one H200, servers as `vllm serve` starts them by default, at once and each un
 (`benchmarks/gpu_soak.py`, `benchmarks/results/h200/soak.json`). They run under `VLLM_BATCH_INVARIANT=1`, so that every
 canary must be equal to the bit. GPU memory is that of all servers together.
 
-| server | seconds | requests | stuck | wrong | canaries | equal to the bit | memory drift | GPU memory drift | p99 to first token |
+| server | seconds | requests | stuck | wrong | canaries | equal | memory drift | GPU drift | p99, first token |
 |---|---|---|---|---|---|---|---|---|---|
 """
 
