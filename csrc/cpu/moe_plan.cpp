@@ -8,7 +8,7 @@
 namespace exl3 {
 namespace {
 
-constexpr int64_t MOST_BYTES = int64_t(128) << 20;  // of slots that are computed together, about
+constexpr int64_t MOST_BYTES = int64_t(256) << 20;  // of slots that are computed together, about
 constexpr int64_t STRIP_BLOCKS = 8;    // of columns of few rows in a unit, where there are enough units
 constexpr int64_t UNITS_A_THREAD = 8;  // of columns, where there are as many
 constexpr int64_t MOST_ROWS = 256;     // of a unit of columns

@@ -14,7 +14,7 @@ constexpr int PANEL_WIDTH = PANEL_VECTORS * LANES;  // columns whose pairs are i
 template <int CODEBOOK, class Windows, class Store>
 EXL3_INLINE inline void decode_panel(const PanelTask& t, Store&& store_rows) {
     constexpr int depth = block_tiles(CODEBOOK);
-    const Windows windows(t.half_bits);
+    const Windows windows = windows_of<Windows>(t.half_bits);
     const Decoder<CODEBOOK> decoder;
     const int dwords = tile_dwords(t.half_bits);
     typename Windows::Tiles tiles;

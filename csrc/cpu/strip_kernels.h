@@ -15,6 +15,16 @@ using namespace exl3;
 constexpr int GROUP_LANES = LANES / 2;
 constexpr int SETS = 32 / GROUP_LANES / 4;  // of four groups, together LANES columns of a tile
 
+// Windows of a rate. Their shuffles are made once: to make them takes as long as to decode some tiles.
+template <class Windows>
+Windows windows_of(int half_bits) {
+    static const Windows made[] = {
+        Windows(1), Windows(2),  Windows(3),  Windows(4),  Windows(5),  Windows(6),  Windows(7),  Windows(8),
+        Windows(9), Windows(10), Windows(11), Windows(12), Windows(13), Windows(14), Windows(15), Windows(16),
+    };
+    return made[half_bits - 1];
+}
+
 inline void add_block(float* sums, I block, float scale, bool first) {
     const F value = to_float(block), by = splat_float(scale);
     store_float(sums, first ? multiply(value, by) : multiply_add(value, by, load_float(sums)));
@@ -123,7 +133,7 @@ struct BufferedRows {
 template <int CODEBOOK, class Windows, class Multiply>
 void strip_rows(const StripTask& t) {
     const int depth = opaque(block_tiles(CODEBOOK));
-    const Windows windows(t.half_bits);
+    const Windows windows = windows_of<Windows>(t.half_bits);
     const Decoder<CODEBOOK> decoder;
     const int dwords = tile_dwords(t.half_bits);
     typename Windows::Tiles tiles;
