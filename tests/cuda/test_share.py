@@ -85,6 +85,20 @@ def test_nothing_is_computed_before_the_stream_gets_there(driver: FakeDriver) ->
     torch.testing.assert_close(reply, wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
 
 
+def test_copies_of_a_request_live_until_they_are_joined(driver: FakeDriver) -> None:
+    """Else the stream would give their memory to the GPU's share, which runs meanwhile."""
+    layer = random_layer(2, 128, 128, MIXED)
+    share = share_of(layer, [0, 1])
+    x, (weights, ids) = torch.randn(3, 256)[:, ::2], random_routing(3, 2, 2)
+    driver.immediate = False
+    reply = share.enqueue(x, weights.double(), ids, MAIN)
+    filler = [torch.full((3, 128), torch.nan) for _ in range(64)]
+    share.join(MAIN)
+    wanted = expected(layer, x, weights, ids)
+    torch.testing.assert_close(reply, wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
+    assert filler and not share._held
+
+
 def test_layers_share_the_memory_of_a_request(driver: FakeDriver) -> None:
     """One after another, as streams order them; of one size a layer has one structure, which graphs may hold."""
     layers = [random_layer(2, 128, 128, MIXED, seed=seed) for seed in (1, 2)]

@@ -23,6 +23,9 @@ from vllm_exl3.ops.pinned import PinnedWords
 
 __all__ = ["CpuShare", "SideStream"]
 
+_SPIN_US = 200
+"""Microseconds for which threads that wait for the next layer spin: longer than its attention takes. Not measured."""
+
 _REMEDY = "Free host memory, or lower VLLM_EXL3_EXPERTS_CPU_ROWS."
 
 
@@ -82,7 +85,7 @@ class SideStream:
 
     def __init__(self, threads: int, cpus: Sequence[int] | None, rows: int, hidden: int, top_k: int) -> None:
         _load_functions()
-        self.context = Context(threads, cpus)
+        self.context = Context(threads, cpus, _SPIN_US)
         self.rows = rows
         what = "requests to experts on the CPU"
         sizes = (2 * rows * hidden, 4 * rows * top_k, 2 * rows * top_k, 2 * rows * hidden)
@@ -124,6 +127,7 @@ class CpuShare:
     def __init__(self, side: SideStream, call: MoECall, local: torch.Tensor) -> None:
         self._side, self._call, self._local = side, call, local
         self._prepared: dict[tuple[int, torch.dtype, int, int], _Prepared] = {}
+        self._held: tuple[torch.Tensor, ...] = ()
 
     @property
     def runs(self) -> int:
@@ -150,6 +154,8 @@ class CpuShare:
         if prepared.struct.status:
             text = library().exl3_error_text(prepared.struct.status).decode()
             raise DriverError(f"experts on the CPU: {text}")
+        # Copies among these must not be freed before the join: the stream would reuse their memory while it is read.
+        self._held = (x, weights, ids)
         reply = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         launch = _LaunchStruct(
             ctypes.addressof(prepared.struct),
@@ -169,6 +175,7 @@ class CpuShare:
     def join(self, stream: int) -> None:
         """Let a stream wait for the result of the last `enqueue`."""
         driver.wait_event(stream, self._side.done)
+        self._held = ()
 
     def _prepare(self, x: torch.Tensor, ids: torch.Tensor) -> _Prepared:
         key = (len(x), x.dtype, ids.shape[1], ids.element_size())

@@ -17,10 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
 
-from vllm_exl3 import env, host_memory
-from vllm_exl3.cpu import library
-from vllm_exl3.ops import backends
-from vllm_exl3.ops.moe import moe_reference
+from vllm_exl3 import env
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.pack.skip import Skipper
 from vllm_exl3.pack.stored import ExpertGroup
@@ -29,6 +26,7 @@ from vllm_exl3.plan.expert_budget import planned_budget
 from vllm_exl3.plan.expert_usage import check_usage, read_usage
 from vllm_exl3.plan.residency import LayerExperts, expert_bytes, resident_experts
 from vllm_exl3.processors import allowed_set
+from vllm_exl3.serving.expert_tier_checks import check_host_memory, refuse_unserved
 from vllm_exl3.serving.expert_usage import RoutingCounter, recorder
 from vllm_exl3.serving.skipping import OtherStages
 
@@ -42,8 +40,6 @@ logger = logging.getLogger("vllm.exl3")
 
 _CACHE_TYPES = {"float16": "auto", "bfloat16": "auto", "fp8": "fp8"}
 """vLLM's ``--kv-cache-dtype`` by what the plan calls it, where the two differ."""
-
-_REMEDY = "Lower what is kept there (a larger VLLM_EXL3_EXPERTS_GPU_GIB), use more GPUs, or free host memory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +174,7 @@ class ExpertTiers:
         total = sum(layer.total for layer in layers)
         if wanted == "gpu" or (wanted == "auto" and current_platform.device_type == "cpu"):
             return Placement("gpu", {}, total, 0)
-        _refuse_unserved(where, wanted, current)
+        refuse_unserved(where, wanted, current_platform.device_type, current)
         budget, origin = self._budget(where, wanted, layers, current)
         if total <= budget:
             return Placement("gpu", {}, total, 0, budget=f"{origin}, which holds all")
@@ -189,7 +185,7 @@ class ExpertTiers:
         if tier == "cpu":
             self._rows, self._rank = env.EXPERTS_CPU_ROWS.get(), _local_rank(current)
         placement = Placement(tier, resident, kept, total - kept, chosen_by, origin)
-        _check_host_memory(where, placement, current)
+        check_host_memory(where, placement.host_bytes, current)
         return placement
 
     def _layers(self, share: Share) -> list[LayerExperts]:
@@ -261,51 +257,6 @@ def _local_rank(current: VllmConfig | None) -> tuple[int, int]:
     return get_world_group().local_rank % ranks if ranks > 1 else 0, ranks
 
 
-def _refuse_unserved(where: str, wanted: str, current: VllmConfig | None) -> None:
-    """Refuse what experts in host memory do not go together with."""
-
-    def refuse(found: str, expected: str, remedy: str) -> None:
-        raise Exl3PackError(found=f"{env.EXPERTS.name}={wanted} {found}", expected=expected, where=where, remedy=remedy)
-
-    if current_platform.device_type != "cuda":
-        refuse(
-            f"on {current_platform.device_type or 'no device'}",
-            "a CUDA GPU, whose kernels read host memory",
-            f"Unset {env.EXPERTS.name}: on a CPU, all experts are in host memory.",
-        )
-    kernel = backends.select("moe", "cuda", moe_reference).backend.name
-    if kernel != "native":
-        refuse(
-            f"with {kernel} kernels for routed experts",
-            "this package's own, which find each expert by its address",
-            f"Set {env.MOE_KERNEL.name}=native, or {env.EXPERTS.name}=gpu.",
-        )
-    if wanted == "cpu" and (reason := library.unavailable()) is not None:
-        refuse("without the C++ library", "its kernels for experts", reason)
-    if env.REQUIRE_UVA_EXPERTS.get():
-        refuse(
-            f"with {env.REQUIRE_UVA_EXPERTS.name}=1",
-            "one of the two: that one wants vLLM to keep experts in host memory",
-            f"Unset {env.REQUIRE_UVA_EXPERTS.name}.",
-        )
-    if current is None:
-        return
-    offload = getattr(current, "offload_config", None)
-    if offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0):
-        refuse(
-            "with vLLM's own offloading (--cpu-offload-gb or --offload-group-size)",
-            "one of the two: vLLM would move the parameters that kernels find host memory by",
-            f"Leave vLLM's options out, or set {env.EXPERTS.name}=gpu.",
-        )
-    if "sharded" in str(current.load_config.load_format):
-        refuse(
-            f"with --load-format {current.load_config.load_format}",
-            "a loader that hands over single tensors: a sharded state holds parameters only, and experts in host "
-            "memory are none",
-            "Serve the pack itself: --load-format auto.",
-        )
-
-
 def _planned(config: "Exl3Config", where: str, scales: int, current: VllmConfig | None) -> int:
     """What `vllm-exl3 plan` would leave for experts on this GPU under this engine's settings."""
     memory = torch.cuda.mem_get_info()[1]
@@ -327,17 +278,3 @@ def _planned(config: "Exl3Config", where: str, scales: int, current: VllmConfig 
         stages=parallel.pipeline_parallel_size,
         where=where,
     )
-
-
-def _check_host_memory(where: str, placement: Placement, current: VllmConfig | None) -> None:
-    """Refuse more than the host has, before anything is read: Linux would grant it, and kill the process later."""
-    ranks = current.parallel_config.local_world_size if current is not None else 1
-    needed, there = placement.host_bytes * ranks, host_memory.available()
-    if there is not None and needed > there:
-        each = f", {byte_size(placement.host_bytes)} for each of {ranks} ranks" if ranks > 1 else ""
-        raise Exl3PackError(
-            found=f"{byte_size(there)} of host memory available",
-            expected=f"{byte_size(needed)} for routed experts outside of GPU memory{each}",
-            where=where,
-            remedy=_REMEDY,
-        )
