@@ -59,6 +59,8 @@ class Family:
         tensors: makes everything in place of transformers, for families that it does not have.
         vision: how a request with an image is made, for families that take one.
         options: of the engine.
+        variables: of its environment.
+        needs: packages that vLLM's class imports on a GPU, beside what an engine of any model does.
         bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
         other_tokens: why the pack may continue otherwise than the twin; the page says that it does.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
@@ -86,6 +88,8 @@ class Family:
     tensors: Callable[[], Tensors] | None = None
     vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     bound: float = 0.0
     other_tokens: str = ""
     interpreted: bool = False

@@ -4,6 +4,7 @@ Every token goes to all experts, so that a score that rounds otherwise cannot ch
 twin. Most of these classes compute in bfloat16 whatever the model's type is, and their bound is that of bfloat16.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,12 @@ _DEEPSEEK: dict[str, Any] = {**_BFLOAT16, "max_model_len": 512, "max_num_batched
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 _BOUND = 0.03
 """Of bfloat16's rounding in a few layers, those of the twin's weights among it; what is wrong is far beyond it."""
+
+_TRITON: dict[str, Any] = {
+    **_BFLOAT16,
+    "additional_config": {"gdn_prefill_backend": "triton", "kda_prefill_backend": "triton"},
+}
+"""The kernels in vLLM itself, for those of packages that compile theirs at the first prompt."""
 
 _HALF_BOUND = 5e-3
 _TOWER = r"visual|vision|mlp1|sound"
@@ -55,12 +62,19 @@ def _kimi_as_published(tensors: Tensors) -> None:
         tensors[name.replace(".block_sparse_moe.", ".mlp.")] = tensors.pop(name)
 
 
-def _olmo_convolutions(tensors: Tensors) -> None:
-    """Cut the convolution at its heads: transformers cuts it into three equal parts."""
-    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
-        base = name.removesuffix("q_conv1d.weight")
+def _olmo_as_published(tensors: Tensors) -> None:
+    """Name the norms as vLLM and exllamav3 do, and cut the convolution at its heads.
+
+    transformers saves the names of before its class was published, and cuts the convolution into three equal parts.
+    """
+    norms = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    for old, new in norms.items():
+        for name in [name for name in tensors if f".{old}." in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+    for name in [name for name in tensors if re.search(r"\.(q_)?conv1d\.weight$", name)]:
+        base = re.sub(r"(q_)?conv1d\.weight$", "", name)
         names = [f"{base}{part}_conv1d.weight" for part in "qkv"]
-        whole = np.concatenate([tensors[part] for part in names])
+        whole = tensors.pop(name) if name not in names else np.concatenate([tensors[part] for part in names])
         sizes = [tensors[f"{base}{part}_proj.weight"].shape[0] for part in "qkv"]
         parts = np.split(whole, np.cumsum(sizes)[:-1])
         tensors |= dict(zip(names, parts, strict=True))
@@ -89,7 +103,8 @@ GPU = (
         ),
         published=_KIMI,
         edit=_kimi_as_published,
-        options=_BFLOAT16,
+        options=_TRITON,
+        variables={"VLLM_KIMI_K3_GEMM_AR": "0"},  # whose module imports cutlass' DSL, on one GPU too
         bound=_BOUND,
     ),
     Family(
@@ -120,7 +135,8 @@ GPU = (
             linear_value_head_dim=128,
             layer_types=["linear_attention", "full_attention"],
         ),
-        edit=_olmo_convolutions,
+        edit=_olmo_as_published,
+        dense=r"linear_attn\.[ab]_proj$",
         options=_BFLOAT16,
         bound=_BOUND,
     ),
@@ -170,7 +186,7 @@ GPU = (
                 "index_topk": 2048,
                 "index_n_heads": 32,
                 "linear_num_heads": 2,
-                "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
+                "layer_types": ["linear_attention", "linear_attention", "full_attention"],
                 "mlp_layer_types": ["dense", "sparse", "sparse"],
                 "indexer_types": ["full", "full", "full"],
                 "topk_method": "noaux_tc",
@@ -187,7 +203,7 @@ GPU = (
         },
         architecture="Glm5NextForConditionalGeneration",
         dense=_TOWER,
-        options={**_BFLOAT16, "limit_mm_per_prompt": {"image": 0, "video": 0}},
+        options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
     ),
     Family(
@@ -197,7 +213,7 @@ GPU = (
             "text_config": {
                 **_TEXT,
                 "hidden_size": 256,
-                "head_dim": 128,
+                "head_dim": 256,  # of which a quarter is rotated, for the fused kernel of its indexer
                 "num_hidden_layers": 2,
                 "num_experts": 4,
                 "num_experts_per_tok": 4,
@@ -207,7 +223,7 @@ GPU = (
                 "linear_num_value_heads": 4,
                 "linear_key_head_dim": 128,
                 "linear_value_head_dim": 128,
-                "layer_types": ["linear_attention", "indexed_attention"],
+                "layer_types": ["linear_attention", "full_attention"],
                 "output_gate_type": "silu",
                 "hc_count": 4,
                 "hc_lowrank": 64,
@@ -218,7 +234,7 @@ GPU = (
                 "indexer_compress_ratio": 16,
                 "rope_parameters": {
                     **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-                    **{"mrope_section": [8, 4, 4], "mrope_interleaved": True},
+                    **{"mrope_section": [16, 8, 8], "mrope_interleaved": True},
                 },
             },
             "vision_config": {
@@ -228,7 +244,7 @@ GPU = (
         },
         architecture="Qwen4ExpForConditionalGeneration",
         dense=_TOWER,
-        options={**_BFLOAT16, "limit_mm_per_prompt": {"image": 0, "video": 0}},
+        options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
     ),
     Family(
@@ -250,7 +266,7 @@ GPU = (
         bound=_HALF_BOUND,
     ),
     *(replace(row, gpu="", options=_HALF, bound=_HALF_BOUND) for row in MOE if row.name == "jamba"),
-    *(replace(row, gpu="", options=_BFLOAT16, bound=_BOUND) for row in MOE if row.name == "qwen3_next"),
+    *(replace(row, gpu="", options=_TRITON, bound=_BOUND) for row in MOE if row.name == "qwen3_next"),
     *(replace(row, interpreted=False, options=_DEEPSEEK) for row in DEEPSEEK_V4),
     *(replace(row, options=_HALF, bound=_HALF_BOUND) for row in DENSE if row.name == "llama"),
 )

@@ -39,7 +39,7 @@ from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.methods import experts_method, linear_method
 from vllm_exl3.serving.metrics import leave_counters
 from vllm_exl3.serving.missing import ParameterWatch
-from vllm_exl3.serving.models import gpt_oss, qwen4_exp
+from vllm_exl3.serving.models import gpt_oss, olmo_hybrid, qwen4_exp
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
 from vllm_exl3.serving.parents import end_with_parent
@@ -216,6 +216,8 @@ class Exl3Config(QuantizationConfig):
                     qwen4_exp.install()
                 if gpt_oss.is_gpt_oss(architecture):
                     gpt_oss.install()
+                if olmo_hybrid.is_olmo_hybrid(architecture):
+                    olmo_hybrid.install()
         return self._pack
 
     def resolve(self, prefix: str) -> Resolution | None:

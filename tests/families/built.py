@@ -1,0 +1,225 @@
+"""Builds vLLM's class for NVIDIA GPUs on a CPU, loads a family's pack and its twin into it, and compares both.
+
+Only the kernels of such a class need a GPU. What decides whether a pack is served right is all before them: which
+stored tensors its modules ask for, and what the loaders make of them. So the platform is made to say that it is a
+Hopper GPU whose memory is the CPU's, vLLM's own loader loads both models, and every linear, expert, head and parameter
+of the pack's model is compared with the twin's.
+
+Run in a process of its own, since vLLM settles its platform once: ``python -m tests.families.built [NAME ...]``.
+"""
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+import tests.families.interpreted  # noqa: F401, ahead of vllm: its classes define Triton's kernels
+from vllm import platforms
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import DeviceCapability, PlatformEnum
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from benchmarks.engine_start import inspect_models_here
+
+__all__ = ["build", "differences", "one"]
+
+
+class Hopper(CpuPlatform):
+    """A GPU to whoever asks which classes and methods to take, a CPU to whoever allocates."""
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(9, 0)
+
+    @classmethod
+    def current_device(cls) -> torch.device:
+        return torch.device("cpu")
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
+        if attn_selector_config.use_sparse:
+            return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+    @classmethod
+    def get_cuda_runtime_major(cls) -> int:
+        return 13
+
+
+def build(folder: Path, options: dict[str, Any]) -> torch.nn.Module:
+    """The loaded model of a folder, as vLLM's loader gives it to a worker."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.utils.network_utils import get_open_port
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    config = EngineArgs(
+        str(folder), skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=4, **options
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo")
+            initialize_model_parallel(1)
+            init_workspace_manager(torch.device("cpu"))
+        loader = get_model_loader(config.load_config)
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+            model: torch.nn.Module = loader.create_model(config, config.model_config)
+            loader.load_weights(model, config.model_config)
+            for module in model.modules():  # those of vLLM would lay weights out for kernels
+                method = getattr(module, "quant_method", None)
+                if type(method).__module__.startswith("vllm_exl3."):
+                    method.process_weights_after_loading(module)
+    return model
+
+
+def _matrix(module: torch.nn.Module) -> torch.Tensor | None:
+    """The weight ``[out, in]`` that a module multiplies with."""
+    method = getattr(module, "quant_method", None)
+    decode = getattr(method, "dequantize_weight", None)
+    if hasattr(module, "trellis") and decode is not None:
+        return decode(module).float()
+    weight = getattr(module, "weight", None)
+    return weight.float() if isinstance(weight, torch.Tensor) else None
+
+
+def differences(pack: torch.nn.Module, twin: torch.nn.Module) -> dict[str, Any]:
+    """What the two models hold: counts of what was compared, and where they differ."""
+    from vllm_exl3.serving.fused import padding_outputs
+
+    ours = dict(pack.named_modules())
+    counts = {"exl3": 0, "experts": 0, "parameters": 0}
+    differ: list[str] = []
+    for path, theirs in twin.named_modules():
+        mine = ours.get(path)
+        if path.endswith(".quant_method"):
+            continue  # vLLM's methods for experts are modules
+        if mine is None:
+            differ.append(f"{path}: only the twin has it")
+            continue
+        if hasattr(mine, "w13_trellis"):
+            counts["experts"] += 1
+            error = _experts_error(mine, theirs)
+            if error > 2e-2:
+                differ.append(f"{path}: error {error:.2g}")
+            continue
+        exl3 = hasattr(mine, "trellis")
+        if exl3:
+            counts["exl3"] += 1
+            one, other = _matrix(mine), _matrix(theirs)
+            if one is None or other is None or one.shape != other.shape or _error(one, other) > 1e-2:
+                differ.append(f"{path}: {'no weight' if one is None or other is None else _error(one, other)}")
+        for name, value in theirs.named_parameters(recurse=False):
+            found = getattr(mine, name, None)
+            if name == "weight" and padding_outputs(theirs):  # no checkpoint has these rows
+                rows = sum(theirs.output_partition_sizes[: -padding_outputs(theirs)])
+                found, value = found[:rows], value[:rows]
+            if exl3 and name == "weight":
+                continue
+            counts["parameters"] += 1
+            if found is not None and torch.equal(found, value):
+                continue
+            if found is None or found.shape != value.shape or not torch.isfinite(found.float()).all():
+                differ.append(f"{path}.{name}: {None if found is None else tuple(found.shape)}, {tuple(value.shape)}")
+            elif (error := _error(found.float(), value.float())) > 1e-2:
+                differ.append(f"{path}.{name}: error {error:.2g}")
+    return {**counts, "differ": differ}
+
+
+def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    norm = float(torch.linalg.norm(other))
+    return float(torch.linalg.norm(one - other)) / norm if norm else float(torch.linalg.norm(one))
+
+
+def _experts_error(mine: Any, theirs: Any) -> float:
+    """Of what each expert makes of two tokens, in float32; the largest."""
+    from vllm_exl3.ops.activation import activate
+
+    method, worst = mine.quant_method, 0.0
+    call = method.activation
+    x = torch.randn(2, theirs.w13_weight.shape[2], generator=torch.Generator().manual_seed(0))
+    for expert, (first, second) in enumerate(zip(theirs.w13_weight, theirs.w2_weight, strict=True)):
+        hidden = torch.nn.functional.linear(x, first.float())
+        hidden = activate(call.name, hidden, call.alpha, call.beta, call.limit)
+        wanted = torch.nn.functional.linear(hidden, second.float())
+        found = method.apply(mine, x, torch.ones(2, 1), torch.full((2, 1), expert, dtype=torch.int32))
+        worst = max(worst, _error(found, wanted))
+    return worst
+
+
+def one(name: str) -> dict[str, Any]:
+    """Build and compare one row of `tests.families.gpu_rows`."""
+    from tests.families.family import write
+    from tests.families.gpu_rows import GPU
+
+    family = next(family for family in GPU if family.name == name)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(family.variables)
+        try:
+            pack, twin = write(family, Path(folder))
+            found = build(pack, dict(family.options))  # first: what its family's class lacks is mended for the twin too
+            expected = build(twin, dict(family.options))
+            return {"name": name, **differences(found, expected)}
+        except BaseException as error:
+            traceback.print_exc()
+            return {"name": name, "fault": f"{type(error).__name__}: {error}"[:600]}
+
+
+def _pretend() -> None:
+    """Make this process one of a GPU: its platform, and the libraries that are imported and not called."""
+    platforms._current_platform = Hopper()
+    # What looks for compiled kernels while it is imported is imported as on a CPU.
+    for name in ("compilation.passes.pass_manager", "model_executor.layers.quantization.online.base"):
+        importlib.import_module(f"vllm.{name}")
+
+    torch.accelerator.empty_cache = lambda: None
+    torch.cuda.Stream = torch.cuda.Event = SimpleNamespace  # type: ignore[misc, assignment]
+    # As if vLLM's wheel were the one for GPUs, with its own copy of DeepGEMM.
+    for name in ("utils.deep_gemm", "utils.import_utils"):
+        importlib.import_module(f"vllm.{name}").has_deep_gemm = lambda: True  # type: ignore[attr-defined]
+    inspect_models_here()
+    Hopper._enum = PlatformEnum.CUDA
+    for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
+        sys.modules[f"vllm.vllm_flash_attn.{name}"] = ModuleType(name)
+    importlib.reload(importlib.import_module("vllm.v1.attention.backends.fa_utils"))
+    stock = torch._ops._OpNamespace.__getattr__
+
+    def kernel(self: Any, name: str) -> Any:
+        """A kernel that layers look up as they are built."""
+        return _no_kernel if self.name.startswith("_") and not name.startswith("_") else stock(self, name)
+
+    torch._ops._OpNamespace.__getattr__ = kernel  # type: ignore[method-assign]
+
+
+def _no_kernel(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a kernel for GPUs was called")
+
+
+def main() -> int:
+    """Compare rows in this process and print each."""
+    _pretend()
+    for name in sys.argv[1:]:
+        print("RESULT", json.dumps(one(name)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
