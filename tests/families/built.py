@@ -175,7 +175,7 @@ def one(name: str) -> dict[str, Any]:
         os.environ.update(family.variables)
         try:
             pack, twin = write(family, Path(folder))
-            found = build(pack, dict(family.options))  # first: what its family's class lacks is mended for the twin too
+            found = build(pack, dict(family.options))  # first: what vLLM's class lacks, the twin lacks too
             expected = build(twin, dict(family.options))
             return {"name": name, **differences(found, expected)}
         except BaseException as error:

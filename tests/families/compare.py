@@ -12,6 +12,8 @@ from vllm import LLM
 from tests.families.family import Family, write
 from tests.families.vision import Vision, picture
 from tests.serving.engine import Prompt, engine, generate, logits_of
+from vllm_exl3.pack import Pack
+from vllm_exl3.serving.models import install_for
 from vllm_exl3.serving.report import reports
 
 __all__ = ["BOUND", "Compared", "compare"]
@@ -51,6 +53,7 @@ def compare(family: Family, folder: Path, start: Callable[..., AbstractContextMa
         start: starts an engine for a folder with vLLM's options.
     """
     pack, twin = write(family, folder)
+    install_for(Pack.open(pack).config.get("architectures", ()))  # what vLLM's class lacks, the twin lacks too
     expected, theirs, _ = _run(twin, family, start)
     found, ours, report = _run(pack, family, start)
     worst = max(_error(one, other) for one, other in zip(found, expected, strict=True))
