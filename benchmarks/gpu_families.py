@@ -10,6 +10,8 @@ left out. After ``--seconds`` what still runs is ended. The exit status is 1 whe
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -39,8 +41,12 @@ OUT = ROOT / "benchmarks" / "results" / "h200" / "families.json"
 ABSENT = {"flint": "FlintForCausalLM"}
 """Families that only later releases of vLLM have, to their class; there is no row to run before."""
 
-WITHOUT_ROW = ("deepseek_v41", "nemotron_h_super_vl", "mimo_v2")
-"""Families that vLLM has and nobody has made tensors for; said, so that their absence is no success."""
+PACKAGES = {
+    "DeepGEMM": ("deep_gemm", "vllm.third_party.deep_gemm"),
+    "tilelang": ("tilelang",),
+    "torchvision": ("torchvision",),
+}
+"""Packages that rows need, to the modules of which one must be there."""
 
 Row = dict[str, Any]
 
@@ -58,10 +64,15 @@ def one(name: str, folder: Path) -> Row:
     from tests.families.gpu_rows import GPU
 
     family = next(family for family in GPU if family.name == name)
+    os.environ.update(family.variables)  # ahead of vLLM
     stages = ["writing"]
     try:
         from tests.families.compare import compare
         from tests.gpu.engines import serving
+
+        for place, value in family.constants.items():
+            module, _, constant = place.partition(":")
+            setattr(importlib.import_module(module), constant, value)
 
         @contextmanager
         def start(model: Path, **options: Any) -> Iterator[Any]:
@@ -205,11 +216,21 @@ def installed() -> dict[str, str]:
     registry = (Path(vllm.__file__).parent / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
     known = set(re.findall(r'^ +"(\w+)": \(', registry, re.MULTILINE))
     reasons = {name: f"vLLM {vllm.__version__} has no {made}" for name, made in ABSENT.items() if made not in known}
-    reasons |= dict.fromkeys(WITHOUT_ROW, "no row of tests/families/gpu_rows.py is of this family yet")
     for family in GPU:
         named = family.architecture or next(iter(family.config.get("architectures", ())), "")
-        reasons[family.name] = "" if not named or named in known else f"vLLM {vllm.__version__} has no {named}"
+        absent = [package for package in family.needs if not any(map(_is_there, PACKAGES[package]))]
+        if named and named not in known:
+            reasons[family.name] = f"vLLM {vllm.__version__} has no {named}"
+        else:
+            reasons[family.name] = f"needs package {' and '.join(absent)}, which this machine lacks" if absent else ""
     return reasons
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor its parent
+        return False
 
 
 def main() -> int:

@@ -23,18 +23,21 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch
+import tests.families.interpreted  # noqa: F401  # isort: skip, ahead of vllm: its classes define Triton's kernels
 
-import tests.families.interpreted  # noqa: F401, ahead of vllm: its classes define Triton's kernels
+import torch
 from vllm import platforms
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability, PlatformEnum
-
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from benchmarks.engine_start import inspect_models_here
+from tests.families.family import Family, write
 
 __all__ = ["build", "differences", "one"]
+
+_BOUND = 1e-2
+"""Of a matrix' relative error: the twin's weights are rounded to 16 bits, and so are activations of experts."""
 
 
 class Hopper(CpuPlatform):
@@ -66,8 +69,8 @@ def build(folder: Path, options: dict[str, Any]) -> torch.nn.Module:
     from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.utils.network_utils import get_open_port
+    from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker.workspace import init_workspace_manager
 
     config = EngineArgs(
@@ -89,20 +92,17 @@ def build(folder: Path, options: dict[str, Any]) -> torch.nn.Module:
     return model
 
 
-def _matrix(module: torch.nn.Module) -> torch.Tensor | None:
-    """The weight ``[out, in]`` that a module multiplies with."""
-    method = getattr(module, "quant_method", None)
-    decode = getattr(method, "dequantize_weight", None)
-    if hasattr(module, "trellis") and decode is not None:
-        return decode(module).float()
-    weight = getattr(module, "weight", None)
-    return weight.float() if isinstance(weight, torch.Tensor) else None
+def differences(pack: torch.nn.Module, twin: torch.nn.Module, family: Family) -> dict[str, Any]:
+    """What the two models hold.
 
+    Args:
+        pack: built from the pack.
+        twin: built from its decoded twin.
+        family: the row that both were made from.
 
-def differences(pack: torch.nn.Module, twin: torch.nn.Module) -> dict[str, Any]:
-    """What the two models hold: counts of what was compared, and where they differ."""
-    from vllm_exl3.serving.fused import padding_outputs
-
+    Returns:
+        How many ``exl3`` layers, layers of ``experts`` and other ``parameters`` were compared; where they ``differ``.
+    """
     ours = dict(pack.named_modules())
     counts = {"exl3": 0, "experts": 0, "parameters": 0}
     differ: list[str] = []
@@ -112,41 +112,47 @@ def differences(pack: torch.nn.Module, twin: torch.nn.Module) -> dict[str, Any]:
             continue  # vLLM's methods for experts are modules
         if mine is None:
             differ.append(f"{path}: only the twin has it")
-            continue
-        if hasattr(mine, "w13_trellis"):
+        elif hasattr(mine, "w13_trellis"):
             counts["experts"] += 1
-            error = _experts_error(mine, theirs)
-            if error > 2e-2:
-                differ.append(f"{path}: error {error:.2g}")
-            continue
-        exl3 = hasattr(mine, "trellis")
-        if exl3:
-            counts["exl3"] += 1
-            one, other = _matrix(mine), _matrix(theirs)
-            if one is None or other is None or one.shape != other.shape or _error(one, other) > 1e-2:
-                differ.append(f"{path}: {'no weight' if one is None or other is None else _error(one, other)}")
-        for name, value in theirs.named_parameters(recurse=False):
-            found = getattr(mine, name, None)
-            if name == "weight" and padding_outputs(theirs):  # no checkpoint has these rows
-                rows = sum(theirs.output_partition_sizes[: -padding_outputs(theirs)])
-                found, value = found[:rows], value[:rows]
-            if exl3 and name == "weight":
-                continue
-            counts["parameters"] += 1
-            if found is not None and torch.equal(found, value):
-                continue
-            if found is None or found.shape != value.shape or not torch.isfinite(found.float()).all():
-                differ.append(f"{path}.{name}: {None if found is None else tuple(found.shape)}, {tuple(value.shape)}")
-            elif (error := _error(found.float(), value.float())) > 1e-2:
-                differ.append(f"{path}.{name}: error {error:.2g}")
+            differ += _unlike(path, _experts_error(mine, theirs))
+        else:
+            if is_exl3 := hasattr(mine, "trellis"):
+                counts["exl3"] += 1
+                differ += _unlike(path, _matrix_error(mine, theirs, family.factor(path)))
+            names = [name for name, _ in theirs.named_parameters(recurse=False) if not (is_exl3 and name == "weight")]
+            counts["parameters"] += len(names)
+            for name in names:
+                differ += _unlike(f"{path}.{name}", _parameter_error(name, mine, theirs))
     return {**counts, "differ": differ}
+
+
+def _unlike(where: str, error: float) -> list[str]:
+    return [] if error < _BOUND else [f"{where}: error {error:.2g}"]
+
+
+def _matrix_error(mine: Any, theirs: Any, factor: float) -> float:
+    weight = getattr(theirs, "weight", None)
+    if weight is None:
+        return float("inf")
+    return _error(mine.quant_method.dequantize_weight(mine).float(), weight.float() * factor)
+
+
+def _parameter_error(name: str, mine: Any, theirs: Any) -> float:
+    from vllm_exl3.serving.fused import padding_outputs
+
+    found, wanted = getattr(mine, name, None), getattr(theirs, name)
+    if found is None:
+        return float("inf")
+    if name == "weight" and (padding := padding_outputs(theirs)):
+        rows = sum(theirs.output_partition_sizes[:-padding])  # no checkpoint has the others
+        found, wanted = found[:rows], wanted[:rows]
+    return 0.0 if torch.equal(found, wanted) else _error(found.float(), wanted.float())
 
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
-    norm = float(torch.linalg.norm(other))
-    return float(torch.linalg.norm(one - other)) / norm if norm else float(torch.linalg.norm(one))
+    return float(torch.linalg.norm(one - other) / torch.linalg.norm(other))
 
 
 def _experts_error(mine: Any, theirs: Any) -> float:
@@ -167,7 +173,6 @@ def _experts_error(mine: Any, theirs: Any) -> float:
 
 def one(name: str) -> dict[str, Any]:
     """Build and compare one row of `tests.families.gpu_rows`."""
-    from tests.families.family import write
     from tests.families.gpu_rows import GPU
 
     family = next(family for family in GPU if family.name == name)
@@ -177,7 +182,7 @@ def one(name: str) -> dict[str, Any]:
             pack, twin = write(family, Path(folder))
             found = build(pack, dict(family.options))  # first: what vLLM's class lacks, the twin lacks too
             expected = build(twin, dict(family.options))
-            return {"name": name, **differences(found, expected)}
+            return {"name": name, **differences(found, expected, family)}
         except BaseException as error:
             traceback.print_exc()
             return {"name": name, "fault": f"{type(error).__name__}: {error}"[:600]}

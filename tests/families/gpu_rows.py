@@ -56,6 +56,37 @@ _KIMI: dict[str, Any] = {
 }
 
 
+_MIMO = sizes(
+    "mimo_v2_flash",
+    head_dim=192,
+    v_head_dim=128,
+    sliding_window=128,
+    layer_types=["full_attention", "sliding_attention"],
+    mlp_layer_types=["dense", "sparse"],
+    **_ROUTED,
+)
+_MIMO_PUBLISHED: dict[str, Any] = {
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 1],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "sliding_window_size": 128,
+    "layernorm_epsilon": 1e-5,
+    "swa_rope_theta": 10000.0,
+    "rope_theta": 5000000.0,
+    "partial_rotary_factor": 0.334,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+def _mimo_sinks(tensors: Tensors) -> None:
+    """Give the sliding layer its sinks, if transformers gave it none."""
+    tensors["model.layers.1.self_attn.attention_sink_bias"] = np.linspace(-1, 1, 4, dtype=np.float32)
+
+
 def _kimi_as_published(tensors: Tensors) -> None:
     """Name the MLP of a dense layer as on the Hub: transformers gives it the name of routed experts' block."""
     for name in [name for name in tensors if ".block_sparse_moe." in name and name.split(".")[4] in _MLP]:
@@ -140,32 +171,18 @@ GPU = (
         options=_BFLOAT16,
         bound=_BOUND,
     ),
+    Family("mimo_v2_flash", _MIMO, published=_MIMO_PUBLISHED, options=_HALF, bound=_HALF_BOUND),
     Family(
-        "mimo_v2_flash",
-        sizes(
-            "mimo_v2_flash",
-            head_dim=192,
-            v_head_dim=128,
-            sliding_window=128,
-            layer_types=["full_attention", "sliding_attention"],
-            mlp_layer_types=["dense", "sparse"],
-            **_ROUTED,
-        ),
+        "mimo_v2",
+        _MIMO,
         published={
-            "hybrid_layer_pattern": [0, 1],
-            "moe_layer_freq": [0, 1],
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 4,
-            "swa_head_dim": 192,
-            "swa_v_head_dim": 128,
-            "sliding_window_size": 128,
-            "layernorm_epsilon": 1e-5,
-            "swa_rope_theta": 10000.0,
-            "rope_theta": 5000000.0,
-            "partial_rotary_factor": 0.334,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
+            **_MIMO_PUBLISHED,
+            "architectures": ["MiMoV2ForCausalLM"],
+            "attention_value_scale": 0.612,
+            "add_swa_attention_sink_bias": True,
         },
+        edit=_mimo_sinks,
+        scaled={r"self_attn\.o_proj$": 0.612, r"experts\.\d+\.up_proj$": 1 / 128},
         options=_HALF,
         bound=_HALF_BOUND,
     ),
@@ -202,6 +219,7 @@ GPU = (
             },
         },
         architecture="Glm5NextForConditionalGeneration",
+        needs=("torchvision", "DeepGEMM", "tilelang"),
         dense=_TOWER,
         options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
@@ -243,6 +261,9 @@ GPU = (
             },
         },
         architecture="Qwen4ExpForConditionalGeneration",
+        needs=("torchvision",),
+        # vLLM's own linears, as for more tokens, in place of a kernel in cutlass' DSL
+        constants={"vllm.models.qwen4_exp.nvidia.hyperconnection:MAX_FUSED_M": 0},
         dense=_TOWER,
         options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
@@ -267,6 +288,6 @@ GPU = (
     ),
     *(replace(row, gpu="", options=_HALF, bound=_HALF_BOUND) for row in MOE if row.name == "jamba"),
     *(replace(row, gpu="", options=_TRITON, bound=_BOUND) for row in MOE if row.name == "qwen3_next"),
-    *(replace(row, interpreted=False, options=_DEEPSEEK) for row in DEEPSEEK_V4),
+    *(replace(row, interpreted=False, options=_DEEPSEEK, needs=("DeepGEMM", "tilelang")) for row in DEEPSEEK_V4),
     *(replace(row, options=_HALF, bound=_HALF_BOUND) for row in DENSE if row.name == "llama"),
 )

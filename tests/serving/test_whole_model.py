@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_exl3.pack.errors import Exl3PackError

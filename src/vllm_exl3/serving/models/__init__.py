@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable
 
-from vllm_exl3.serving.models import gpt_oss, olmo_hybrid, qwen4_exp
+from vllm_exl3.serving.models import gpt_oss, mimo_v2, olmo_hybrid, qwen4_exp
 
 __all__ = ["install_for"]
 
 _REPLACEMENTS = (
     (gpt_oss.is_gpt_oss, gpt_oss.install),
+    (mimo_v2.is_mimo_v2, mimo_v2.install),
     (olmo_hybrid.is_olmo_hybrid, olmo_hybrid.install),
     (qwen4_exp.is_qwen4_exp, qwen4_exp.install),
 )
