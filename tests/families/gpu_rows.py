@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.families.deepseek_v4_rows import DEEPSEEK_V4
+from tests.families.deepseek_v41_rows import DEEPSEEK_V41
 from tests.families.dense_rows import DENSE
 from tests.families.family import Family, Tensors, sizes
 from tests.families.moe_rows import MOE
@@ -20,7 +21,9 @@ __all__ = ["GPU"]
 _TEXT = {key: value for key, value in sizes("").items() if key != "model_type"}
 _BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 _HALF: dict[str, Any] = {"dtype": "float16"}
-_DEEPSEEK: dict[str, Any] = {**_BFLOAT16, "max_model_len": 512, "max_num_batched_tokens": 512}
+_DEEPSEEK: dict[str, Any] = {"num_gpu_blocks_override": None}
+"""Their rows' options are for CPUs, where the cache has no other limit."""
+
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 _BOUND = 0.03
 """Of bfloat16's rounding in a few layers, those of the twin's weights among it; what is wrong is far beyond it."""
@@ -288,6 +291,9 @@ GPU = (
     ),
     *(replace(row, gpu="", options=_HALF, bound=_HALF_BOUND) for row in MOE if row.name == "jamba"),
     *(replace(row, gpu="", options=_TRITON, bound=_BOUND) for row in MOE if row.name == "qwen3_next"),
-    *(replace(row, interpreted=False, options=_DEEPSEEK, needs=("DeepGEMM", "tilelang")) for row in DEEPSEEK_V4),
+    *(
+        replace(row, interpreted=False, options={**row.options, **_DEEPSEEK}, needs=("DeepGEMM", "tilelang"))
+        for row in (*DEEPSEEK_V4, *DEEPSEEK_V41)
+    ),
     *(replace(row, options=_HALF, bound=_HALF_BOUND) for row in DENSE if row.name == "llama"),
 )
