@@ -114,6 +114,30 @@ def _olmo_as_published(tensors: Tensors) -> None:
         tensors |= dict(zip(names, parts, strict=True))
 
 
+def _flint() -> Tensors:
+    """Two layers, the first with a sliding window; both of experts."""
+    hidden, heads, kv_heads, head, wide = 128, 4, 2, 128, 128
+    mlp = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
+    attention = {
+        "q_proj": (heads * head, hidden),
+        "k_proj": (kv_heads * head, hidden),
+        "v_proj": (kv_heads * head, hidden),
+        "o_proj": (hidden, heads * head),
+    }
+    tensors: Tensors = {f"{name}.weight": np.zeros((640, hidden)) for name in ("model.embed_tokens", "lm_head")}
+    tensors["model.norm.weight"] = np.ones(hidden)
+    for layer in range(2):
+        key = f"model.layers.{layer}"
+        tensors |= {f"{key}.{name}_layernorm.weight": np.ones(hidden) for name in ("input", "post_attention")}
+        tensors |= {f"{key}.self_attn.{name}.weight": np.zeros(size) for name, size in attention.items()}
+        tensors |= {f"{key}.self_attn.{name}_norm.weight": np.ones(head) for name in "qk"}
+        tensors[f"{key}.self_attn.softmax_offset"] = np.ones(heads)
+        tensors[f"{key}.mlp.gate.weight"] = np.zeros((4, hidden))
+        for expert in ("shared_expert", *(f"experts.{index}" for index in range(4))):
+            tensors |= {f"{key}.mlp.{expert}.{name}.weight": np.zeros(size) for name, size in mlp.items()}
+    return tensors
+
+
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 GPU = (
@@ -172,6 +196,25 @@ GPU = (
         edit=_olmo_as_published,
         dense=r"linear_attn\.[ab]_proj$",
         options=_BFLOAT16,
+        bound=_BOUND,
+    ),
+    Family(
+        "flint",
+        {
+            **{key: value for key, value in sizes("flint").items() if key != "pad_token_id"},
+            "architectures": ["FlintForCausalLM"],
+            "head_dim": 128,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "no_rope_layer_indices": [1],
+            "sliding_window": 65,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+        },
+        tensors=_flint,
+        needs=("flashinfer",),
+        options={**_BFLOAT16, "attention_config": {"backend": "FLASHINFER"}},
         bound=_BOUND,
     ),
     Family("mimo_v2_flash", _MIMO, published=_MIMO_PUBLISHED, options=_HALF, bound=_HALF_BOUND),
