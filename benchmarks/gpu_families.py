@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,15 @@ def one(name: str, folder: Path) -> Row:
     except BaseException as error:
         traceback.print_exc()
         return {"name": name, **_why(error), "stage": stages[-1]}
-    served = found.error <= found.bound and found.worst <= 2 * found.bound
     return {
         "name": name,
-        "outcome": "ok" if served else "differs",
+        "outcome": "ok" if found.is_served else "differs",
         "error": float(f"{found.error:.3g}"),
         "worst": float(f"{found.worst:.3g}"),
         "bound": found.bound,
         "same_tokens": found.same_tokens,
+        **({} if found.choice is None else {"choice": {**asdict(found.choice), "is_tie": found.choice.is_tie}}),
+        "kernels": found.kernels,
         "decoded": re.findall(r"^.*decoded.*$", found.report, re.MULTILINE)[:4],
         "dtype": family.options.get("dtype"),
     }
@@ -197,9 +199,10 @@ def line(row: Row) -> str:
     """What is printed of a row."""
     head = f"{row['name']:20s} {row['outcome']:9s} {row.get('seconds', 0):4d} s  "
     if "error" in row:
-        tokens = "same tokens" if row["same_tokens"] else "other tokens"
+        tokens = "same tokens" if row["same_tokens"] else "other tokens{}".format(", a tie" * row["choice"]["is_tie"])
         text = f"error {row['error']:.2e}, worst {row['worst']:.2e}, allowed {row['bound']:.0e}, {tokens}"
-        return f"{head}{text}{', some modules decoded' if row['decoded'] else ''} ({row['dtype']})"
+        kernels = ", ".join(f"{op} {kernel}" for op, kernel in row["kernels"].items())
+        return f"{head}{text}{', some modules decoded' if row['decoded'] else ''} ({row['dtype']}; {kernels})"
     stage = f"[{row['stage']}] " if "stage" in row else ""
     places = "".join(f"\n{'':22s}at {place}" for place in row.get("places", ()))
     return f"{head}{stage}{row['reason']}{places}"

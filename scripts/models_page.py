@@ -61,9 +61,9 @@ each family below, a tiny random pack with the family's own tensor names was ser
 and so was its twin, which holds what the pack's trellises decode to; families that take images were given one. The
 error is that of all logits of a prompt, relative (Frobenius norm). 1e-3 is allowed, the rounding of 16-bit activations,
 or more where vLLM's class rounds to 16 bits throughout. "Decoded" says that some module takes its weight decoded,
-because vLLM builds or reads it without quantization; the start-up report names it. Four greedy tokens are compared.
-They are not the same for `deepseek_v4_fp8`: the twin's first two candidates for the last of them are equal, and the
-pack takes the third, two steps of bfloat16 below them.
+because vLLM builds or reads it without quantization; the start-up report names it. Four greedy tokens are compared;
+where they differ, it says how far the twin's logits of the two tokens are apart, and how far the allowed error can move
+two logits of that position.
 
 """
 
@@ -86,7 +86,7 @@ def page(results: list[dict[str, Any]]) -> str:
     text = HEAD + TABLE
     for row in sorted(served, key=lambda row: str(row["name"])):
         kind = row["kind"] or ("tied head" if row["tied"] else "")
-        tokens, decoded = ("yes" if row[name] else "no" for name in ("same_tokens", "decoded"))
+        tokens, decoded = _tokens(row), "yes" if row["decoded"] else "no"
         errors = f"{row['error']:.1e} | {row['bound']:.0e} | {row['worst']:.1e}"
         text += f"| `{row['name']}` | {kind} | {errors} | {tokens} | {decoded} | {row['vllm']} |\n"
     if faults:
@@ -94,6 +94,17 @@ def page(results: list[dict[str, Any]]) -> str:
     gpu = json.loads(GPU.read_text(encoding="utf-8"))
     compared = [*served, *(row for row in gpu["rows"] if row["outcome"] == "ok")]
     return text + _on_a_gpu(gpu) + _by_release({str(row["name"]) for row in compared})
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    """Whether the pack continues as the twin does, and if not, by how much the twin prefers its own token."""
+    if row["same_tokens"]:
+        return "yes"
+    choice = row.get("choice")
+    if choice is None:
+        return "no"
+    apart = f"{choice['gap']:.2g} apart ({choice['steps']:.2g} steps of bfloat16), {choice['allowed']:.2g} allowed"
+    return f"the {'first second third fourth'.split()[choice['index']]} is not: {apart}"
 
 
 def _on_a_gpu(results: dict[str, Any]) -> str:
@@ -108,7 +119,7 @@ def _on_a_gpu(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         if row["outcome"] == "ok":
             errors = f"{row['error']:.1e} | {row['bound']:.0e} | {row['worst']:.1e}"
-            text += f"| `{row['name']}` | {errors} | {'yes' if row['same_tokens'] else 'no'} |\n"
+            text += f"| `{row['name']}` | {errors} | {_tokens(row)} |\n"
     text += "\n| not compared | why |\n|---|---|\n"
     for row in results["rows"]:
         if row["outcome"] != "ok":

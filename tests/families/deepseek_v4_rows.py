@@ -201,8 +201,6 @@ DEEPSEEK_V4 = (
         source={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]},
         experts=[f"model.layers.{layer}.ffn.experts" for layer in range(len(_RATIOS))],
         bound=0.03,  # as above
-        # The twin's first two candidates for the fourth token are equal; the pack takes the third, two steps below.
-        other_tokens="three candidates within two steps of bfloat16",
         interpreted=True,
         options=_NATIVE.options,
     ),

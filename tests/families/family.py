@@ -64,7 +64,6 @@ class Family:
         needs: packages that vLLM's class cannot do without on a GPU, beside what an engine of any model imports.
         constants: names in vLLM's modules, as ``module:NAME``, to values with which its class calls no other package.
         bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
-        other_tokens: why the pack may continue otherwise than the twin; the page says that it does.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, not in float32, or not at all; such a row is not compared here.
         shows: what the report must say, if anything.
@@ -95,7 +94,6 @@ class Family:
     needs: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     bound: float = 0.0
-    other_tokens: str = ""
     interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
