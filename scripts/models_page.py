@@ -104,7 +104,7 @@ def _tokens(row: dict[str, Any]) -> str:
     if choice is None:
         return "no"
     apart = f"{choice['gap']:.2g} apart ({choice['steps']:.2g} steps of bfloat16), {choice['allowed']:.2g} allowed"
-    return f"the {'first second third fourth'.split()[choice['index']]} is not: {apart}"
+    return f"the {['first', 'second', 'third', 'fourth'][choice['index']]} is not: {apart}"
 
 
 def _on_a_gpu(results: dict[str, Any]) -> str:

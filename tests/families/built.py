@@ -8,8 +8,7 @@ of the pack's model is compared with the twin's.
 Run in a process of its own, since vLLM settles its platform once: ``python -m tests.families.built [NAME ...]``.
 """
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import traceback
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -35,6 +33,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from benchmarks.engine_start import inspect_models_here
 from tests.families.family import Family, write
+from tests.families.stand_ins import stand_in
 
 __all__ = ["build", "differences", "one"]
 
@@ -196,20 +195,6 @@ def one(name: str) -> dict[str, Any]:
             return {"name": name, "fault": f"{type(error).__name__}: {error}"[:600]}
 
 
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules for packages whose kernels classes import and never call here."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        found = name.split(".")[0] == "flashinfer"
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return MagicMock(name=spec.name, __spec__=spec, __path__=[])
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
-
-
 def _pretend() -> None:
     """Make this process one of a GPU: its platform, and the libraries that are imported and not called."""
     platforms._current_platform = Hopper()
@@ -217,7 +202,7 @@ def _pretend() -> None:
     for name in ("compilation.passes.pass_manager", "model_executor.layers.quantization.online.base"):
         importlib.import_module(f"vllm.{name}")
 
-    sys.meta_path.append(_Absent())
+    stand_in(("flashinfer", "torchvision"))
     torch.accelerator.empty_cache = lambda: None
     torch.cuda.Stream = torch.cuda.Event = SimpleNamespace  # type: ignore[misc, assignment]
     # As if vLLM's wheel were the one for GPUs, with its own copy of DeepGEMM.

@@ -62,6 +62,7 @@ class Family:
         options: of the engine.
         variables: of its environment.
         needs: packages that vLLM's class cannot do without on a GPU, beside what an engine of any model imports.
+        unused: packages that it imports and, without images, never calls.
         constants: names in vLLM's modules, as ``module:NAME``, to values with which its class calls no other package.
         bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
@@ -92,6 +93,7 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     bound: float = 0.0
     interpreted: bool = False

@@ -265,7 +265,8 @@ GPU = (
             },
         },
         architecture="Glm5NextForConditionalGeneration",
-        needs=("torchvision", "DeepGEMM", "tilelang"),
+        needs=("DeepGEMM", "tilelang"),
+        unused=("torchvision",),
         dense=_TOWER,
         options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
@@ -307,7 +308,7 @@ GPU = (
             },
         },
         architecture="Qwen4ExpForConditionalGeneration",
-        needs=("torchvision",),
+        unused=("torchvision",),
         # vLLM's own linears, as for more tokens, in place of a kernel in cutlass' DSL
         constants={"vllm.models.qwen4_exp.nvidia.hyperconnection:MAX_FUSED_M": 0},
         dense=_TOWER,
