@@ -48,8 +48,8 @@ PACKAGES = {
 """Packages that rows need, to the modules of which one must be there."""
 
 WITHOUT_ROW = {
-    "nemotron_h_super_vl": "its config.json needs Python code of its repository, which no release of transformers has "
-    "under that name; its text model is nemotron_h_moe's class",
+    "nemotron_h_super_vl": "vLLM's class reads a configuration and a tokenizer that come with its repository's own "
+    "code, of which no row was made; its text model is nemotron_h_moe's class",
     "spark2_5": "no release of vLLM has Spark2_5ForCausalLM, and vLLM refuses the model by that name",
 }
 """Families that no row can be of, and why: said, so that their absence is no success."""
