@@ -10,7 +10,10 @@ left out. After ``--seconds`` what still runs is ended. The exit status is 1 whe
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -22,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +40,19 @@ ROW_SECONDS = 100
 """What one row may take, its start included."""
 
 OUT = ROOT / "benchmarks" / "results" / "h200" / "families.json"
-ABSENT = {"flint": "FlintForCausalLM"}
-"""Families that only later releases of vLLM have, to their class; there is no row to run before."""
+PACKAGES = {
+    "flashinfer": ("flashinfer",),
+    "DeepGEMM": ("deep_gemm", "vllm.third_party.deep_gemm"),
+    "tilelang": ("tilelang",),
+}
+"""Packages that rows need, to the modules of which one must be there."""
 
-WITHOUT_ROW = ("deepseek_v41", "nemotron_h_super_vl", "mimo_v2")
-"""Families that vLLM has and nobody has made tensors for; said, so that their absence is no success."""
+WITHOUT_ROW = {
+    "nemotron_h_super_vl": "vLLM's class reads a configuration and a tokenizer that come with its repository's own "
+    "code, of which no row was made; its text model is nemotron_h_moe's class",
+    "spark2_5": "no release of vLLM has Spark2_5ForCausalLM, and vLLM refuses the model by that name",
+}
+"""Families that no row can be of, and why: said, so that their absence is no success."""
 
 Row = dict[str, Any]
 
@@ -56,12 +68,19 @@ def one(name: str, folder: Path) -> Row:
         ``name``, ``outcome`` and what belongs to that outcome.
     """
     from tests.families.gpu_rows import GPU
+    from tests.families.stand_ins import stand_in
 
     family = next(family for family in GPU if family.name == name)
+    os.environ.update(family.variables)  # ahead of vLLM
+    stand_in(family.unused)
     stages = ["writing"]
     try:
         from tests.families.compare import compare
         from tests.gpu.engines import serving
+
+        for place, value in family.constants.items():
+            module, _, constant = place.partition(":")
+            setattr(importlib.import_module(module), constant, value)
 
         @contextmanager
         def start(model: Path, **options: Any) -> Iterator[Any]:
@@ -73,14 +92,15 @@ def one(name: str, folder: Path) -> Row:
     except BaseException as error:
         traceback.print_exc()
         return {"name": name, **_why(error), "stage": stages[-1]}
-    served = found.error <= found.bound and found.worst <= 2 * found.bound
     return {
         "name": name,
-        "outcome": "ok" if served else "differs",
+        "outcome": "ok" if found.is_served else "differs",
         "error": float(f"{found.error:.3g}"),
         "worst": float(f"{found.worst:.3g}"),
         "bound": found.bound,
         "same_tokens": found.same_tokens,
+        **({} if found.choice is None else {"choice": {**asdict(found.choice), "is_tie": found.choice.is_tie}}),
+        "kernels": found.kernels,
         "decoded": re.findall(r"^.*decoded.*$", found.report, re.MULTILINE)[:4],
         "dtype": family.options.get("dtype"),
     }
@@ -188,9 +208,10 @@ def line(row: Row) -> str:
     """What is printed of a row."""
     head = f"{row['name']:20s} {row['outcome']:9s} {row.get('seconds', 0):4d} s  "
     if "error" in row:
-        tokens = "same tokens" if row["same_tokens"] else "other tokens"
+        tokens = "same tokens" if row["same_tokens"] else "other tokens{}".format(", a tie" * row["choice"]["is_tie"])
         text = f"error {row['error']:.2e}, worst {row['worst']:.2e}, allowed {row['bound']:.0e}, {tokens}"
-        return f"{head}{text}{', some modules decoded' if row['decoded'] else ''} ({row['dtype']})"
+        kernels = ", ".join(f"{op} {kernel}" for op, kernel in row["kernels"].items())
+        return f"{head}{text}{', some modules decoded' if row['decoded'] else ''} ({row['dtype']}; {kernels})"
     stage = f"[{row['stage']}] " if "stage" in row else ""
     places = "".join(f"\n{'':22s}at {place}" for place in row.get("places", ()))
     return f"{head}{stage}{row['reason']}{places}"
@@ -204,12 +225,28 @@ def installed() -> dict[str, str]:
 
     registry = (Path(vllm.__file__).parent / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
     known = set(re.findall(r'^ +"(\w+)": \(', registry, re.MULTILINE))
-    reasons = {name: f"vLLM {vllm.__version__} has no {made}" for name, made in ABSENT.items() if made not in known}
-    reasons |= dict.fromkeys(WITHOUT_ROW, "no row of tests/families/gpu_rows.py is of this family yet")
+    reasons = dict(WITHOUT_ROW)
     for family in GPU:
         named = family.architecture or next(iter(family.config.get("architectures", ())), "")
-        reasons[family.name] = "" if not named or named in known else f"vLLM {vllm.__version__} has no {named}"
+        absent = [package for package in family.needs if not any(map(_is_there, PACKAGES[package]))]
+        if named and named not in known:
+            reasons[family.name] = f"vLLM {vllm.__version__} has no {named}"
+        else:
+            reasons[family.name] = f"needs package {' and '.join(absent)}, which this machine lacks" if absent else ""
     return reasons
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor its parent
+        return False
+
+
+def _last_seconds(name: str) -> float:
+    """Sorts rows that were not served yet first, then those that took longest."""
+    rows = json.loads(OUT.read_text(encoding="utf-8"))["rows"] if OUT.exists() else []
+    return -next((row["seconds"] for row in rows if row["name"] == name and row["outcome"] == "ok"), math.inf)
 
 
 def main() -> int:
@@ -232,6 +269,7 @@ def main() -> int:
     began = time.monotonic()
     reasons = installed()
     names = [name for name in reasons if not arguments.names or name in arguments.names]
+    names.sort(key=_last_seconds)
     rows = [{"name": name, "outcome": "left out", "reason": reasons[name]} for name in names if reasons[name]]
     for row in rows:
         print(line(row), flush=True)

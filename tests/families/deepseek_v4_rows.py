@@ -10,12 +10,12 @@ import numpy as np
 
 from tests.families.family import Family, Tensors
 
-__all__ = ["DEEPSEEK_V4"]
+__all__ = ["DEEPSEEK_V4", "HEAD", "HIDDEN", "Q_RANK", "VOCAB", "attention", "hyper", "mlp"]
 
-_HIDDEN, _HEADS, _HEAD, _ROPE = 128, 4, 512, 64
-_Q_RANK, _O_GROUPS, _O_RANK = 128, 2, 128
+HIDDEN, _HEADS, HEAD, _ROPE = 128, 4, 512, 64
+Q_RANK, _O_GROUPS, _O_RANK = 128, 2, 128
 _INDEX_HEADS, _INDEX_HEAD = 64, 128
-_MLP, _EXPERTS, _TOP_K, _VOCAB = 128, 64, 6, 640
+_MLP, _EXPERTS, _TOP_K, VOCAB = 128, 64, 6, 640
 _STREAMS = 4
 _RATIOS = (0, 4, 128)
 """The layers: a sliding window alone, one key of four with an indexer, one of 128."""
@@ -23,13 +23,13 @@ _RATIOS = (0, 4, 128)
 _CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
-    "hidden_size": _HIDDEN,
+    "hidden_size": HIDDEN,
     "num_hidden_layers": len(_RATIOS),
     "num_attention_heads": _HEADS,
     "num_key_value_heads": 1,
-    "head_dim": _HEAD,
+    "head_dim": HEAD,
     "qk_rope_head_dim": _ROPE,
-    "q_lora_rank": _Q_RANK,
+    "q_lora_rank": Q_RANK,
     "o_lora_rank": _O_RANK,
     "o_groups": _O_GROUPS,
     "index_n_heads": _INDEX_HEADS,
@@ -56,7 +56,7 @@ _CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "compress_rope_theta": 160000.0,
     "max_position_embeddings": 512,
-    "vocab_size": _VOCAB,
+    "vocab_size": VOCAB,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -67,66 +67,69 @@ _CONFIG: dict[str, Any] = {
 def _compressor(key: str, ratio: int, width: int) -> Tensors:
     outputs = width * (2 if ratio == 4 else 1)  # windows of one key of four overlap
     return {
-        f"{key}.wkv.weight": np.zeros((outputs, _HIDDEN)),
-        f"{key}.wgate.weight": np.zeros((outputs, _HIDDEN)),
+        f"{key}.wkv.weight": np.zeros((outputs, HIDDEN)),
+        f"{key}.wgate.weight": np.zeros((outputs, HIDDEN)),
         f"{key}.norm.weight": np.ones(width),
         f"{key}.ape": np.zeros((ratio, outputs)),
     }
 
 
-def _attention(key: str, ratio: int) -> Tensors:
+def attention(key: str, ratio: int = 0) -> Tensors:
+    """One layer's attention with what compresses its keys by ``ratio``, if anything does."""
     tensors: Tensors = {
-        f"{key}.wq_a.weight": np.zeros((_Q_RANK, _HIDDEN)),
-        f"{key}.wkv.weight": np.zeros((_HEAD, _HIDDEN)),
-        f"{key}.wq_b.weight": np.zeros((_HEADS * _HEAD, _Q_RANK)),
-        f"{key}.wo_a.weight": np.zeros((_O_GROUPS * _O_RANK, _HEADS * _HEAD // _O_GROUPS)),
-        f"{key}.wo_b.weight": np.zeros((_HIDDEN, _O_GROUPS * _O_RANK)),
-        f"{key}.q_norm.weight": np.ones(_Q_RANK),
-        f"{key}.kv_norm.weight": np.ones(_HEAD),
+        f"{key}.wq_a.weight": np.zeros((Q_RANK, HIDDEN)),
+        f"{key}.wkv.weight": np.zeros((HEAD, HIDDEN)),
+        f"{key}.wq_b.weight": np.zeros((_HEADS * HEAD, Q_RANK)),
+        f"{key}.wo_a.weight": np.zeros((_O_GROUPS * _O_RANK, _HEADS * HEAD // _O_GROUPS)),
+        f"{key}.wo_b.weight": np.zeros((HIDDEN, _O_GROUPS * _O_RANK)),
+        f"{key}.q_norm.weight": np.ones(Q_RANK),
+        f"{key}.kv_norm.weight": np.ones(HEAD),
         f"{key}.attn_sink": np.ones(_HEADS),
     }
     if ratio:
-        tensors |= _compressor(f"{key}.compressor", ratio, _HEAD)
+        tensors |= _compressor(f"{key}.compressor", ratio, HEAD)
     if ratio == 4:
         tensors |= _compressor(f"{key}.indexer.compressor", ratio, _INDEX_HEAD)
-        tensors[f"{key}.indexer.wq_b.weight"] = np.zeros((_INDEX_HEADS * _INDEX_HEAD, _Q_RANK))
-        tensors[f"{key}.indexer.weights_proj.weight"] = np.zeros((_INDEX_HEADS, _HIDDEN))
+        tensors[f"{key}.indexer.wq_b.weight"] = np.zeros((_INDEX_HEADS * _INDEX_HEAD, Q_RANK))
+        tensors[f"{key}.indexer.weights_proj.weight"] = np.zeros((_INDEX_HEADS, HIDDEN))
     return tensors
 
 
-def _mlp(key: str) -> Tensors:
-    sizes = {"w1": (_MLP, _HIDDEN), "w3": (_MLP, _HIDDEN), "w2": (_HIDDEN, _MLP)}
+def mlp(key: str) -> Tensors:
+    """One expert."""
+    sizes = {"w1": (_MLP, HIDDEN), "w3": (_MLP, HIDDEN), "w2": (HIDDEN, _MLP)}
     return {f"{key}.{name}.weight": np.zeros(size) for name, size in sizes.items()}
 
 
-def _hyper(key: str, mixes: int, scales: int) -> Tensors:
-    sizes = {"fn": (mixes, _STREAMS * _HIDDEN), "base": (mixes,), "scale": (scales,)}
+def hyper(key: str, mixes: int = (2 + _STREAMS) * _STREAMS, scales: int = 3) -> Tensors:
+    """One hyper-connection."""
+    sizes = {"fn": (mixes, _STREAMS * HIDDEN), "base": (mixes,), "scale": (scales,)}
     return {f"{key}_{name}": np.ones(size) for name, size in sizes.items()}
 
 
 def _tensors() -> Tensors:
     tensors: Tensors = {
-        "embed.weight": np.zeros((_VOCAB, _HIDDEN)),
-        "head.weight": np.zeros((_VOCAB, _HIDDEN)),
-        "norm.weight": np.ones(_HIDDEN),
-        **_hyper("hc_head", _STREAMS, 1),
+        "embed.weight": np.zeros((VOCAB, HIDDEN)),
+        "head.weight": np.zeros((VOCAB, HIDDEN)),
+        "norm.weight": np.ones(HIDDEN),
+        **hyper("hc_head", _STREAMS, 1),
     }
     rng = np.random.default_rng(0)
     for layer, ratio in enumerate(_RATIOS):
         key = f"layers.{layer}"
-        tensors |= _attention(f"{key}.attn", ratio)
-        tensors |= {f"{key}.{name}_norm.weight": np.ones(_HIDDEN) for name in ("attn", "ffn")}
+        tensors |= attention(f"{key}.attn", ratio)
+        tensors |= {f"{key}.{name}_norm.weight": np.ones(HIDDEN) for name in ("attn", "ffn")}
         for name in ("attn", "ffn"):
-            tensors |= _hyper(f"{key}.hc_{name}", (2 + _STREAMS) * _STREAMS, 3)
-        tensors[f"{key}.ffn.gate.weight"] = np.zeros((_EXPERTS, _HIDDEN))
+            tensors |= hyper(f"{key}.hc_{name}")
+        tensors[f"{key}.ffn.gate.weight"] = np.zeros((_EXPERTS, HIDDEN))
         if layer < _CONFIG["num_hash_layers"]:
-            table = np.stack([rng.permutation(_EXPERTS)[:_TOP_K] for _ in range(_VOCAB)])
+            table = np.stack([rng.permutation(_EXPERTS)[:_TOP_K] for _ in range(VOCAB)])
             tensors[f"{key}.ffn.gate.tid2eid"] = table.astype(np.int32)
         else:
             tensors[f"{key}.ffn.gate.bias"] = np.ones(_EXPERTS)
         for expert in range(_EXPERTS):
-            tensors |= _mlp(f"{key}.ffn.experts.{expert}")
-        tensors |= _mlp(f"{key}.ffn.shared_experts")
+            tensors |= mlp(f"{key}.ffn.experts.{expert}")
+        tensors |= mlp(f"{key}.ffn.shared_experts")
     return tensors
 
 
@@ -198,8 +201,6 @@ DEEPSEEK_V4 = (
         source={"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]},
         experts=[f"model.layers.{layer}.ffn.experts" for layer in range(len(_RATIOS))],
         bound=0.03,  # as above
-        # The twin's first two candidates for the fourth token are equal; the pack takes the third, two steps below.
-        other_tokens="three candidates within two steps of bfloat16",
         interpreted=True,
         options=_NATIVE.options,
     ),

@@ -46,6 +46,7 @@ class Family:
         exl3: which of the modules that may be EXL3 are.
         dense: which of them are not, all the same.
         also: modules that are EXL3 although exllamav3 leaves modules of such names as they are.
+        scaled: modules that exllamav3 stores multiplied by a factor which it applies nowhere else, to that factor.
         slices: how many slices some linears are stored in.
         sliced: which are; those of an MLP if not said otherwise.
         tied: the embedding is the head; the pack stores an EXL3 head all the same, of which the embedding is a copy.
@@ -59,8 +60,11 @@ class Family:
         tensors: makes everything in place of transformers, for families that it does not have.
         vision: how a request with an image is made, for families that take one.
         options: of the engine.
+        variables: of its environment.
+        needs: packages that vLLM's class cannot do without on a GPU, beside what an engine of any model imports.
+        unused: packages that it imports and, without images, never calls.
+        constants: names in vLLM's modules, as ``module:NAME``, to values with which its class calls no other package.
         bound: of the error, for classes that round to 16 bits throughout, twin and all; what is wrong is far beyond it.
-        other_tokens: why the pack may continue otherwise than the twin; the page says that it does.
         interpreted: vLLM's class for CPUs launches Triton kernels; such a row needs a process of its own.
         gpu: why vLLM serves the family on GPUs only, not in float32, or not at all; such a row is not compared here.
         shows: what the report must say, if anything.
@@ -73,6 +77,7 @@ class Family:
     exl3: str = ""
     dense: str = r"^$"
     also: str = r"^$"
+    scaled: Mapping[str, float] = field(default_factory=dict)
     slices: int = 1
     sliced: str = r"mlp\.(gate|up|down)_proj$"
     tied: bool = False
@@ -86,8 +91,11 @@ class Family:
     tensors: Callable[[], Tensors] | None = None
     vision: Vision | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
     bound: float = 0.0
-    other_tokens: str = ""
     interpreted: bool = False
     gpu: str = ""
     shows: tuple[str, ...] = ()
@@ -98,6 +106,10 @@ class Family:
             return True
         may = _NO_LINEARS.search(key) is None
         return may and re.search(self.exl3, key) is not None and re.search(self.dense, key) is None
+
+    def factor(self, key: str) -> float:
+        """How many times larger than the source's weights those of a module are in the pack."""
+        return next((factor for pattern, factor in self.scaled.items() if re.search(pattern, key)), 1.0)
 
 
 def sizes(model_type: str, *, without: Sequence[str] = (), **others: Any) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
                 _code_unfused(base, name, family.unfused[last], values.shape[1], pack, twin)
             else:
                 count = family.slices if re.search(family.sliced, key) else 1
-                _code(family.rename(key), name, values.shape, pack, twin, count)
+                _code(family.rename(key), name, values.shape, pack, twin, count, family.factor(key))
         elif leaf == "bias" and key.rpartition(".")[2] in family.unfused and family.is_exl3(key):
             twin[name] = ("F32", values)
             pack |= _split_bias(key, values, family.unfused[key.rpartition(".")[2]])
@@ -210,16 +222,24 @@ def _spread(name: str, values: npt.NDArray[Any], rng: np.random.Generator) -> np
 
 
 def _code(
-    key: str, name: str, shape: tuple[int, ...], pack: dict[str, Spec], twin: dict[str, Spec], slices: int = 1
+    key: str,
+    name: str,
+    shape: tuple[int, ...],
+    pack: dict[str, Spec],
+    twin: dict[str, Spec],
+    slices: int = 1,
+    factor: float = 1.0,
 ) -> None:
-    """Put random trellises into the pack and what they decode to into the twin."""
+    """Put random trellises into the pack and what they decode to, without ``factor``, into the twin."""
     axis = 1 if slices > 1 and key.endswith("down_proj") else 0
     part = [size // slices if index == axis else size for index, size in enumerate(shape)]
     decoded = []
     for index in range(slices):
         piece = key if slices == 1 else f"{key}.slice.{index}"
-        pack |= (tensors := _trellises(piece, *part))
-        decoded.append(_decoded(tensors, piece, *part))
+        tensors = _trellises(piece, *part)
+        tensors[f"{piece}.suh"] = ("F16", (tensors[f"{piece}.suh"][1] * factor).astype(np.float16))
+        pack |= tensors
+        decoded.append(_decoded(tensors, piece, *part) / np.float32(factor))
     twin[name] = ("F32", np.concatenate(decoded, axis))
 
 

@@ -4,12 +4,14 @@ Every token goes to all experts, so that a score that rounds otherwise cannot ch
 twin. Most of these classes compute in bfloat16 whatever the model's type is, and their bound is that of bfloat16.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tests.families.deepseek_v4_rows import DEEPSEEK_V4
+from tests.families.deepseek_v41_rows import DEEPSEEK_V41
 from tests.families.dense_rows import DENSE
 from tests.families.family import Family, Tensors, sizes
 from tests.families.moe_rows import MOE
@@ -19,10 +21,18 @@ __all__ = ["GPU"]
 _TEXT = {key: value for key, value in sizes("").items() if key != "model_type"}
 _BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
 _HALF: dict[str, Any] = {"dtype": "float16"}
-_DEEPSEEK: dict[str, Any] = {**_BFLOAT16, "max_model_len": 512, "max_num_batched_tokens": 512}
+_DEEPSEEK: dict[str, Any] = {"num_gpu_blocks_override": None}
+"""Their rows' options are for CPUs, where the cache has no other limit."""
+
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
 _BOUND = 0.03
 """Of bfloat16's rounding in a few layers, those of the twin's weights among it; what is wrong is far beyond it."""
+
+_TRITON: dict[str, Any] = {
+    **_BFLOAT16,
+    "additional_config": {"gdn_prefill_backend": "triton", "kda_prefill_backend": "triton"},
+}
+"""The kernels in vLLM itself, for those of packages that compile theirs at the first prompt."""
 
 _HALF_BOUND = 5e-3
 _TOWER = r"visual|vision|mlp1|sound"
@@ -49,21 +59,83 @@ _KIMI: dict[str, Any] = {
 }
 
 
+_MIMO = sizes(
+    "mimo_v2_flash",
+    head_dim=192,
+    v_head_dim=128,
+    sliding_window=128,
+    layer_types=["full_attention", "sliding_attention"],
+    mlp_layer_types=["dense", "sparse"],
+    **_ROUTED,
+)
+_MIMO_PUBLISHED: dict[str, Any] = {
+    "hybrid_layer_pattern": [0, 1],
+    "moe_layer_freq": [0, 1],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "sliding_window_size": 128,
+    "layernorm_epsilon": 1e-5,
+    "swa_rope_theta": 10000.0,
+    "rope_theta": 5000000.0,
+    "partial_rotary_factor": 0.334,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+def _mimo_sinks(tensors: Tensors) -> None:
+    """Give the sliding layer its sinks, if transformers gave it none."""
+    tensors["model.layers.1.self_attn.attention_sink_bias"] = np.linspace(-1, 1, 4, dtype=np.float32)
+
+
 def _kimi_as_published(tensors: Tensors) -> None:
     """Name the MLP of a dense layer as on the Hub: transformers gives it the name of routed experts' block."""
     for name in [name for name in tensors if ".block_sparse_moe." in name and name.split(".")[4] in _MLP]:
         tensors[name.replace(".block_sparse_moe.", ".mlp.")] = tensors.pop(name)
 
 
-def _olmo_convolutions(tensors: Tensors) -> None:
-    """Cut the convolution at its heads: transformers cuts it into three equal parts."""
-    for name in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
-        base = name.removesuffix("q_conv1d.weight")
+def _olmo_as_published(tensors: Tensors) -> None:
+    """Name the norms as vLLM and exllamav3 do, and cut the convolution at its heads.
+
+    transformers saves the names of before its class was published, and cuts the convolution into three equal parts.
+    """
+    norms = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+    for old, new in norms.items():
+        for name in [name for name in tensors if f".{old}." in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+    for name in [name for name in tensors if re.search(r"\.(q_)?conv1d\.weight$", name)]:
+        base = re.sub(r"(q_)?conv1d\.weight$", "", name)
         names = [f"{base}{part}_conv1d.weight" for part in "qkv"]
-        whole = np.concatenate([tensors[part] for part in names])
+        whole = tensors.pop(name) if name not in names else np.concatenate([tensors[part] for part in names])
         sizes = [tensors[f"{base}{part}_proj.weight"].shape[0] for part in "qkv"]
         parts = np.split(whole, np.cumsum(sizes)[:-1])
         tensors |= dict(zip(names, parts, strict=True))
+
+
+def _flint() -> Tensors:
+    """Two layers, the first with a sliding window; both of experts."""
+    hidden, heads, kv_heads, head, wide = 128, 4, 2, 128, 128
+    mlp = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
+    attention = {
+        "q_proj": (heads * head, hidden),
+        "k_proj": (kv_heads * head, hidden),
+        "v_proj": (kv_heads * head, hidden),
+        "o_proj": (hidden, heads * head),
+    }
+    tensors: Tensors = {f"{name}.weight": np.zeros((640, hidden)) for name in ("model.embed_tokens", "lm_head")}
+    tensors["model.norm.weight"] = np.ones(hidden)
+    for layer in range(2):
+        key = f"model.layers.{layer}"
+        tensors |= {f"{key}.{name}_layernorm.weight": np.ones(hidden) for name in ("input", "post_attention")}
+        tensors |= {f"{key}.self_attn.{name}.weight": np.zeros(size) for name, size in attention.items()}
+        tensors |= {f"{key}.self_attn.{name}_norm.weight": np.ones(head) for name in "qk"}
+        tensors[f"{key}.self_attn.softmax_offset"] = np.ones(heads)
+        tensors[f"{key}.mlp.gate.weight"] = np.zeros((4, hidden))
+        for expert in ("shared_expert", *(f"experts.{index}" for index in range(4))):
+            tensors |= {f"{key}.mlp.{expert}.{name}.weight": np.zeros(size) for name, size in mlp.items()}
+    return tensors
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -89,7 +161,8 @@ GPU = (
         ),
         published=_KIMI,
         edit=_kimi_as_published,
-        options=_BFLOAT16,
+        options=_TRITON,
+        variables={"VLLM_KIMI_K3_GEMM_AR": "0"},  # whose module imports cutlass' DSL, on one GPU too
         bound=_BOUND,
     ),
     Family(
@@ -120,36 +193,42 @@ GPU = (
             linear_value_head_dim=128,
             layer_types=["linear_attention", "full_attention"],
         ),
-        edit=_olmo_convolutions,
+        edit=_olmo_as_published,
+        dense=r"linear_attn\.[ab]_proj$",
         options=_BFLOAT16,
         bound=_BOUND,
     ),
     Family(
-        "mimo_v2_flash",
-        sizes(
-            "mimo_v2_flash",
-            head_dim=192,
-            v_head_dim=128,
-            sliding_window=128,
-            layer_types=["full_attention", "sliding_attention"],
-            mlp_layer_types=["dense", "sparse"],
-            **_ROUTED,
-        ),
-        published={
-            "hybrid_layer_pattern": [0, 1],
-            "moe_layer_freq": [0, 1],
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 4,
-            "swa_head_dim": 192,
-            "swa_v_head_dim": 128,
-            "sliding_window_size": 128,
-            "layernorm_epsilon": 1e-5,
-            "swa_rope_theta": 10000.0,
-            "rope_theta": 5000000.0,
-            "partial_rotary_factor": 0.334,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
+        "flint",
+        {
+            **{key: value for key, value in sizes("flint").items() if key != "pad_token_id"},
+            "architectures": ["FlintForCausalLM"],
+            "head_dim": 128,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "no_rope_layer_indices": [1],
+            "sliding_window": 65,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
         },
+        tensors=_flint,
+        needs=("flashinfer",),
+        options={**_BFLOAT16, "attention_config": {"backend": "FLASHINFER"}},
+        bound=_BOUND,
+    ),
+    Family("mimo_v2_flash", _MIMO, published=_MIMO_PUBLISHED, options=_HALF, bound=_HALF_BOUND),
+    Family(
+        "mimo_v2",
+        _MIMO,
+        published={
+            **_MIMO_PUBLISHED,
+            "architectures": ["MiMoV2ForCausalLM"],
+            "attention_value_scale": 0.612,
+            "add_swa_attention_sink_bias": True,
+        },
+        edit=_mimo_sinks,
+        scaled={r"self_attn\.o_proj$": 0.612, r"experts\.\d+\.up_proj$": 1 / 128},
         options=_HALF,
         bound=_HALF_BOUND,
     ),
@@ -170,7 +249,7 @@ GPU = (
                 "index_topk": 2048,
                 "index_n_heads": 32,
                 "linear_num_heads": 2,
-                "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
+                "layer_types": ["linear_attention", "linear_attention", "full_attention"],
                 "mlp_layer_types": ["dense", "sparse", "sparse"],
                 "indexer_types": ["full", "full", "full"],
                 "topk_method": "noaux_tc",
@@ -186,8 +265,10 @@ GPU = (
             },
         },
         architecture="Glm5NextForConditionalGeneration",
+        needs=("DeepGEMM", "tilelang"),
+        unused=("torchvision",),
         dense=_TOWER,
-        options={**_BFLOAT16, "limit_mm_per_prompt": {"image": 0, "video": 0}},
+        options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
     ),
     Family(
@@ -197,7 +278,7 @@ GPU = (
             "text_config": {
                 **_TEXT,
                 "hidden_size": 256,
-                "head_dim": 128,
+                "head_dim": 256,  # of which a quarter is rotated, for the fused kernel of its indexer
                 "num_hidden_layers": 2,
                 "num_experts": 4,
                 "num_experts_per_tok": 4,
@@ -207,7 +288,7 @@ GPU = (
                 "linear_num_value_heads": 4,
                 "linear_key_head_dim": 128,
                 "linear_value_head_dim": 128,
-                "layer_types": ["linear_attention", "indexed_attention"],
+                "layer_types": ["linear_attention", "full_attention"],
                 "output_gate_type": "silu",
                 "hc_count": 4,
                 "hc_lowrank": 64,
@@ -218,7 +299,7 @@ GPU = (
                 "indexer_compress_ratio": 16,
                 "rope_parameters": {
                     **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-                    **{"mrope_section": [8, 4, 4], "mrope_interleaved": True},
+                    **{"mrope_section": [16, 8, 8], "mrope_interleaved": True},
                 },
             },
             "vision_config": {
@@ -227,8 +308,11 @@ GPU = (
             },
         },
         architecture="Qwen4ExpForConditionalGeneration",
+        unused=("torchvision",),
+        # vLLM's own linears, as for more tokens, in place of a kernel in cutlass' DSL
+        constants={"vllm.models.qwen4_exp.nvidia.hyperconnection:MAX_FUSED_M": 0},
         dense=_TOWER,
-        options={**_BFLOAT16, "limit_mm_per_prompt": {"image": 0, "video": 0}},
+        options={**_TRITON, "limit_mm_per_prompt": {"image": 0, "video": 0}},
         bound=_BOUND,
     ),
     Family(
@@ -250,7 +334,10 @@ GPU = (
         bound=_HALF_BOUND,
     ),
     *(replace(row, gpu="", options=_HALF, bound=_HALF_BOUND) for row in MOE if row.name == "jamba"),
-    *(replace(row, gpu="", options=_BFLOAT16, bound=_BOUND) for row in MOE if row.name == "qwen3_next"),
-    *(replace(row, interpreted=False, options=_DEEPSEEK) for row in DEEPSEEK_V4),
+    *(replace(row, gpu="", options=_TRITON, bound=_BOUND) for row in MOE if row.name == "qwen3_next"),
+    *(
+        replace(row, interpreted=False, options={**row.options, **_DEEPSEEK}, needs=("DeepGEMM", "tilelang"))
+        for row in (*DEEPSEEK_V4, *DEEPSEEK_V41)
+    ),
     *(replace(row, options=_HALF, bound=_HALF_BOUND) for row in DENSE if row.name == "llama"),
 )

@@ -38,6 +38,21 @@ MOE = (
         # published with sigmoid scores, which vLLM's router for CPUs does not have
         published={"scoring_func": "softmax", "use_routing_bias": True, "use_qk_norm": True},
     ),
+    Family(
+        "mimo_v2",
+        sizes("mimo_v2_flash", v_head_dim=32, sliding_window=8, layer_types=["full_attention", "sliding_attention"],
+              mlp_layer_types=["dense", "sparse"], **{**_ROUTED, "n_shared_experts": None}),
+        kind="tensors stored scaled",
+        published={
+            "architectures": ["MiMoV2ForCausalLM"],
+            "attention_value_scale": 0.612,
+            **{"hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "sliding_window_size": 8},
+            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32, "swa_v_head_dim": 32},
+            **{"layernorm_epsilon": 1e-5, "swa_rope_theta": 10000.0, "rope_theta": 5000000.0},
+            **{"partial_rotary_factor": 0.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        },
+        scaled={r"self_attn\.o_proj$": 0.612, r"experts\.\d+\.up_proj$": 1 / 128},
+    ),
     Family("mixtral", sizes("mixtral", num_local_experts=4, num_experts_per_tok=2)),
     Family(
         "qwen3_moe",

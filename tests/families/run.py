@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ def one(name: str) -> dict[str, Any]:
         name: of the row.
 
     Returns:
-        ``name``, ``kind`` and either ``error``, ``worst``, ``bound``, ``same_tokens``, ``decoded`` and ``missing``
-        (what the report should say and does not), or ``fault``.
+        ``name``, ``kind`` and either ``error``, ``worst``, ``bound``, ``same_tokens``, ``choice`` where those are not,
+        ``served``, ``kernels``, ``decoded`` and ``missing`` (what the report should say and does not), or ``fault``.
     """
     from tests.families.rows import FAMILIES
 
@@ -47,6 +48,9 @@ def one(name: str) -> dict[str, Any]:
         "worst": float(f"{found.worst:.2g}"),
         "bound": float(f"{found.bound:.2g}"),
         "same_tokens": found.same_tokens,
+        **({} if found.choice is None else {"choice": {**asdict(found.choice), "is_tie": found.choice.is_tie}}),
+        "served": found.is_served,
+        "kernels": found.kernels,
         "decoded": "decoded while loading" in found.report,
         "missing": [text for text in family.shows if text not in found.report],
     }

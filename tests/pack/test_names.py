@@ -203,9 +203,15 @@ KDA = ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"]
         ("in_proj_qkvgfab", KDA, ["q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"]),
         ("in_proj_qkvbfg_a", [], [*KDA, "g_a_proj"]),
         ("wk_weights_proj", [], ["wk", "weights_proj"]),
+        ("fused_wkv_wgate", ["wkv", "wgate"], ["wkv", "wgate"]),
+        ("fused_wkv_wgate", ["wkv", "wgate"], ["wkv"]),
+        ("down_proj", [], ["w2"]),
         ("down_inject", ["down", "inject", "_padding"], ["down", "inject"]),
     ],
-    ids=["Kimi Linear", "Kimi K3", "GLM-5.3", "an indexer", "rows that only align"],
+    ids=[
+        *("Kimi Linear", "Kimi K3", "GLM-5.3", "an indexer", "a compressor", "one of single tokens"),
+        *("DeepSeek V4.1's shared experts", "rows that only align"),
+    ],
 )
 def test_fused_attention_of_single_families(
     pack_of: MakePack, fused: str, mapped: list[str], stored: list[str]

@@ -8,15 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _KimiGDNMergedColumnParallelLinear
 
 from tests.serving.dense_twin import dense_weight_of
 from tests.tiny_pack import Draft, linear
 from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.parts import Part
 from vllm_exl3.serving.decoding import DecodedModules, _filled_rows, _sizes
-from vllm_exl3.serving.fused import padding_outputs
+from vllm_exl3.serving.fused import built_parts, padding_outputs
 
 FUSED = "input_mix_weight_down_block_inject"
 
@@ -45,6 +46,15 @@ def test_kimi_k3_fills_its_fused_projection_up(heads: int, padding: int, monkeyp
     assert padding_outputs(layer) == padding
     assert _sizes(layer) == (totals, 64)
     assert _filled_rows(layer) == layer.weight.shape[0] - fill
+
+
+def test_q_k_and_v_are_built_alone_before_the_indexer_joins_them() -> None:
+    """As Qwen3.8-Flash-Next's class does, under one name."""
+    parts = [Part(f"layers.0.self_attn.{name}", None, None) for name in (*"qkv", "indexer.index_qk_proj")]
+    alone, joined = object.__new__(QKVParallelLinear), object.__new__(MergedColumnParallelLinear)
+    assert built_parts(alone, parts) == tuple(parts[:3])
+    assert built_parts(joined, parts) == tuple(parts)
+    assert built_parts(alone, parts[:3]) == tuple(parts[:3])
 
 
 def _stored(code: str, values: npt.NDArray[Any]) -> torch.Tensor:

@@ -119,9 +119,10 @@ def test_swiglu_oai_with_biases(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize(
-    ("model_type", "divisor", "scale"), [("laguna", 128, 128), ("laguna", 1, 1), ("mixtral", 128, 1)]
+    ("model_type", "divisor", "scale"),
+    [("laguna", 128, 128), ("laguna", 1, 1), ("mistral4", 128, 128), ("mixtral", 128, 1)],
 )
-def test_lagunas_divided_up_projections_are_made_good(
+def test_divided_up_projections_are_made_good(
     tmp_path: Path, model_type: str, divisor: float, scale: float, on_input: bool
 ) -> None:
     layer = random_layer(3, 256, 128)

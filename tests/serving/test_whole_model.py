@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_exl3.pack.errors import Exl3PackError
 from vllm_exl3.serving import whole_model
+from vllm_exl3.serving.config import Exl3Config
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.whole_model import OtherNames
 
@@ -80,3 +82,18 @@ def test_a_loader_that_stops_at_an_exl3_tensor_is_told_by_it(
     if leaf != "weight":
         assert f"{key}.{leaf}, at which Linear.load_weights stopped" in str(caught.value)
         assert f"keeps {key} in 16 bits" in str(caught.value)
+
+
+def test_a_wrapper_whose_own_layers_take_no_config_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM-5.3-Flash's: its tower gets none, and its text model is built as a model of another class."""
+
+    class Wrapper:
+        def load_weights(self, weights: object) -> set[str]:
+            return set()
+
+    current = SimpleNamespace(model_config=object())
+    monkeypatch.setattr("vllm_exl3.serving.config.get_current_vllm_config_or_none", lambda: current)
+    monkeypatch.setattr(whole_model, "get_model_cls", lambda _: Wrapper)
+    stock = Wrapper.load_weights
+    Exl3Config({}).apply_vllm_mapper(WeightsMapper())
+    assert Wrapper.load_weights is not stock and Wrapper.load_weights.__wrapped__ is stock

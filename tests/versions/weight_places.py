@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["places"]
 
-FOLDERS = ("model_executor/models", "models", "model_executor/layers")
+FOLDERS = ("model_executor/models", "models", "model_executor/layers", "model_executor/model_loader", "lora", "v1")
 _SKIPPED = re.compile(
     r"(^|/)(amd|xpu|rocm\w*|quantization|fused_moe|ops|rotary_embedding)(/|\.py$)|/(layernorm|conv)\.py$"
 )

@@ -20,6 +20,7 @@ from vllm_exl3.pack.spelling import (
     HEAD_NAMES,
     SPLITS,
     WITH_GATE,
+    WITHOUT_GATE,
     canonical,
     is_head_name,
     is_outside_layers,
@@ -239,6 +240,9 @@ class NameResolver:
         gate, gated = WITH_GATE.get(leaf, ("", ()))
         if gate and self._unique(base + dot + gate) is not None:
             yield tuple(base + dot + name for name in gated)
+        gate, ungated = WITHOUT_GATE.get(leaf, ("", ()))
+        if gate and self._unique(base + dot + gate) is None:
+            yield tuple(base + dot + name for name in ungated)
         for fused, names in self._packed.items():
             if prefix == fused or prefix.endswith(f".{fused}"):
                 start = prefix[: -len(fused)]

@@ -11,6 +11,7 @@ __all__ = [
     "HEAD_NAMES",
     "SPLITS",
     "TOWER",
+    "WITHOUT_GATE",
     "WITH_GATE",
     "canonical",
     "is_embedding_name",
@@ -34,6 +35,7 @@ SPLITS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "qkv": (("q", "k", "v"), ("q_proj", "k_proj", "v_proj")),
     "query_key_value": (("q_proj", "k_proj", "v_proj"),),
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("w2",),),
     "kv_proj": (("k_proj", "v_proj"), ("key_proj", "value_proj")),
     "in_proj_qkvz": (("in_proj_qkv", "in_proj_z"),),
     "in_proj_ba": (("in_proj_b", "in_proj_a"),),
@@ -49,6 +51,10 @@ WITH_GATE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "in_proj_qkvgfab": ("g_proj", ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")),
 }
 """Fused modules of other parts than vLLM's mapping says where one more of them is stored: Kimi K3's full-rank gate."""
+
+WITHOUT_GATE: Mapping[str, tuple[str, tuple[str, ...]]] = {"fused_wkv_wgate": ("wgate", ("wkv",))}
+"""Fused modules of fewer parts than vLLM's mapping says where one is not stored: compressors of DeepSeek V4.1 that pool
+single tokens."""
 
 _NUMBERED = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 

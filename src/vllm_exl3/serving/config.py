@@ -40,7 +40,7 @@ from vllm_exl3.serving.loading import check_load_format
 from vllm_exl3.serving.methods import experts_method, linear_method
 from vllm_exl3.serving.metrics import leave_counters
 from vllm_exl3.serving.missing import ParameterWatch
-from vllm_exl3.serving.models import gpt_oss, qwen4_exp
+from vllm_exl3.serving.models import install_for
 from vllm_exl3.serving.ngram import NgramEmbeddingMethod
 from vllm_exl3.serving.norm_fusion import fuse_into_linears
 from vllm_exl3.serving.offload import compute_device, validate_exl3_moe_uva_layer
@@ -216,11 +216,7 @@ class Exl3Config(QuantizationConfig):
             self._pack = Pack.open(self.source, self.revision)
             install_adapter_mask()
             # Before this process builds a layer, each of which asks for the pack.
-            for architecture in architectures(self._pack.config):
-                if qwen4_exp.is_qwen4_exp(architecture):
-                    qwen4_exp.install()
-                if gpt_oss.is_gpt_oss(architecture):
-                    gpt_oss.install()
+            install_for(architectures(self._pack.config))
         return self._pack
 
     def resolve(self, prefix: str) -> Resolution | None:
@@ -240,6 +236,8 @@ class Exl3Config(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Note how a model class renames checkpoint modules; wrappers and inner models each say theirs."""
+        # The first to call is the root class, which builds no layer itself where its tower takes no config.
+        watch_loading(get_current_vllm_config_or_none())
         if hf_to_vllm_mapper not in self.mappers:
             self.mappers.append(hf_to_vllm_mapper)
             self._resolver = None

@@ -195,6 +195,17 @@ TOUCHED = (
     ),
     Touched("vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights", "gpt-oss' experts", ("weights",)),
     Touched(
+        "vllm.model_executor.models.mimo_v2:MiMoV2Attention.__init__",
+        "MiMo-V2's scale of values, which its o_proj holds",
+        ("v_scale", "quant_config", "prefix"),
+        ("self.v_scale = v_scale",),
+    ),
+    Touched(
+        f"{_LAYERS}.mamba.gdn.olmo_gdn_linear_attn:_make_fused_conv1d_weight_loader",
+        "OLMo hybrid's convolutions, which its class has no loader for",
+        mentions=("def weight_loader(param, loaded_weight, loaded_shard_id=None)", "dims[loaded_shard_id]"),
+    ),
+    Touched(
         "vllm.model_executor.models.llama4:Llama4ForCausalLM.permute_qk_weight_for_rotary",
         "Llama 4's order of q and k",
         ("name", "loaded_weight"),

@@ -4,10 +4,17 @@ Which they are is not in a layer's interface, so the classes are known here by t
 vLLM 0.30 to 0.33; a contract test holds the repeated ones against vLLM's own loaders.
 """
 
-import torch
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from collections.abc import Sequence
 
-__all__ = ["padding_outputs", "whole_outputs"]
+import torch
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+from vllm_exl3.pack.parts import Part
+
+__all__ = ["built_parts", "padding_outputs", "whole_outputs"]
+
+_INDEXER = "indexer.index_qk_proj"
+"""What Qwen3.8-Flash-Next's attention computes beside q, k and v; since vLLM 0.32 in one layer with them."""
 
 _PADDED = "input_mix_weight_down_block_inject"
 """Qwen3.8-Flash-Next's hyper-connections: the down projection, the injection, and rows that fill up to 16."""
@@ -42,3 +49,18 @@ def padding_outputs(layer: torch.nn.Module) -> int:
     kimi = getattr(layer, "replicated_shard_id", None) is not None and outputs == 7
     qwen = str(getattr(layer, "prefix", "")).rpartition(".")[2] == _PADDED and outputs == 3
     return int(kimi or qwen)
+
+
+def built_parts(layer: torch.nn.Module, parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Those of the stored tensors that a layer of this name takes.
+
+    Qwen3.8-Flash-Next's class first builds q, k and v alone, under the name of the layer that then takes their place
+    and the indexer's too.
+
+    Args:
+        layer: a ``LinearBase``, being built.
+        parts: all tensors that its name stands for, in the order in which vLLM's mapping fuses them.
+    """
+    if type(layer) is QKVParallelLinear and len(parts) == 4 and parts[3].key.endswith(f".{_INDEXER}"):
+        return tuple(parts[:3])
+    return tuple(parts)

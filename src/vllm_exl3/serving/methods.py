@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from vllm_exl3.pack.parts import Part
 from vllm_exl3.serving.delegate import plain_experts, says_plain
-from vllm_exl3.serving.fused import padding_outputs
+from vllm_exl3.serving.fused import built_parts, padding_outputs
 from vllm_exl3.serving.linear import Exl3LinearMethod
 from vllm_exl3.serving.moe import Exl3MoEMethod
 from vllm_exl3.serving.plain_layers import wants_a_matrix
@@ -34,7 +34,7 @@ def _needs_a_matrix(config: "Exl3Config", layer: LinearBase, prefix: str) -> boo
 def linear_method(config: "Exl3Config", layer: LinearBase, prefix: str) -> QuantizeMethodBase:
     """The method of a linear: EXL3 where one of its tensors is, else that of the format of the other layers."""
     resolution = config.names().resolve(prefix)
-    parts = resolution.parts if resolution is not None else ()
+    parts = built_parts(layer, resolution.parts if resolution is not None else ())
     is_exl3 = any(part.linears for part in parts)
     if any(part.slices for part in parts) or (is_exl3 and _needs_a_matrix(config, layer, prefix)):
         return UnquantizedLinearMethod()  # which `DecodedModules` finds once the model is built

@@ -17,7 +17,7 @@ from vllm_exl3.pack.stored import Codebook, ExpertGroup
 from vllm_exl3.serving.expert_tiers import Share
 from vllm_exl3.serving.expert_usage import RoutingCounter
 from vllm_exl3.serving.loading import register_parameter
-from vllm_exl3.serving.models.laguna import is_laguna, routed_scale
+from vllm_exl3.serving.models.divided_experts import may_be_divided, routed_scale
 from vllm_exl3.serving.moe_checks import ActivationCall, activation_call, check_scales, refuse_unserved
 from vllm_exl3.serving.moe_host import HostExperts
 from vllm_exl3.serving.moe_layout import ExpertLayout
@@ -145,7 +145,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         with torch.inference_mode():  # as they were made, at the first forward
             for device, table in self._tables.items():
                 table.copy_(self._placed_table(device))  # in place: captured graphs read it
-        if is_laguna(self.config.pack.config):
+        if self.activation.gated and may_be_divided(self.config.pack.config):
             self.scale = routed_scale(self.where, layer.w13_suh, len(self.layout.local))
         self.config.layer_ready(self.where, layer)
 
