@@ -272,10 +272,17 @@ class _Program:
 def _patches(
     kind: type[ctypes.Structure], plan: Plan, *, with_bias: bool, with_counters: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """(offset in the arguments, number of the call's value, what is added to it) of each field that a call fills in."""
+    """(offset in the arguments, number of the call's value, what is added to it) of each field that a call fills in.
 
-    def at(name: str) -> int:
-        return int(getattr(kind, name).offset)
+    Raises:
+        TypeError: a field that is not of eight bytes, which is what the library writes.
+    """
+
+    def at(name: str, structure: type[ctypes.Structure] = kind) -> int:
+        field = getattr(structure, name)
+        if name != "shards" and field.size != 8:
+            raise TypeError(f"{structure.__name__}.{name} has {field.size} bytes, expected 8: a launch writes so many")
+        return int(field.offset)
 
     for name, value in (("x", _X), ("out", _OUT), ("x_stride", _X_STRIDE), ("out_stride", _OUT_STRIDE)):
         yield at(name), value, 0
@@ -294,4 +301,4 @@ def _patches(
             ("suh", _SUH, offsets.suh),
             ("svh", _SVH, offsets.svh),
         ):
-            yield first + int(getattr(shard, name).offset), value, 2 * elements
+            yield first + at(name, shard), value, 2 * elements

@@ -8,7 +8,7 @@
 #pragma once
 #include "base/fragments.cuh"
 #include "moe/epilogue.cuh"
-#include "base/wgmma_issue.cuh"
+#include "base/mainloop.cuh"
 
 // Matrices of one group of eight rows lie 128 bytes apart, groups 1024; without a swizzle.
 template <class Pair>
@@ -42,58 +42,48 @@ struct KBlockWords {
     }
 };
 
-// The A operand of product I. mul1 weights go as byte sums, w = k_inv·(1024 + B) + k_bias without the format's rounding to
-// fp16: the constant is added at the end, and two instructions of nine are saved.
-template <class K, int I>
-__device__ __forceinline__ void decode_wide(u32 (&a)[4], const u32 (&words)[K::Window::words]) {
-    using W = typename K::Window;
-    if constexpr (K::codebook == MUL1) {
-        a[0] = decode_byte_sums<W::twice>(W::template get<8 * I>(words), W::template get<8 * I + 1>(words));
-        a[1] = decode_byte_sums<W::twice>(W::template get<8 * I + 4>(words), W::template get<8 * I + 5>(words));
-        a[2] = decode_byte_sums<W::twice>(W::template get<8 * I + 2>(words), W::template get<8 * I + 3>(words));
-        a[3] = decode_byte_sums<W::twice>(W::template get<8 * I + 6>(words), W::template get<8 * I + 7>(words));
-    } else {
-        decode_step<K, I>(a, words);
+// mul1 weights go as byte sums, w = k_inv·(1024 + B) + k_bias without the format's rounding to fp16: the constant is added at the
+// end, and two instructions of nine are saved.
+template <class K>
+struct WideDecoder {
+    static constexpr int PRODUCTS = 4, words = K::Window::words;
+    template <int I>
+    static __device__ __forceinline__ void decode(u32 (&a)[4], const u32 (&from)[words]) {
+        using W = typename K::Window;
+        if constexpr (K::codebook == MUL1) {
+            a[0] = decode_byte_sums<W::twice>(W::template get<8 * I>(from), W::template get<8 * I + 1>(from));
+            a[1] = decode_byte_sums<W::twice>(W::template get<8 * I + 4>(from), W::template get<8 * I + 5>(from));
+            a[2] = decode_byte_sums<W::twice>(W::template get<8 * I + 2>(from), W::template get<8 * I + 3>(from));
+            a[3] = decode_byte_sums<W::twice>(W::template get<8 * I + 6>(from), W::template get<8 * I + 7>(from));
+        } else {
+            decode_step<K, I>(a, from);
+        }
     }
-}
+};
+
+// The pipeline for base/mainloop.cuh.
+template <class K, class Pair>
+struct MoeStages {
+    static constexpr int K_BLOCKS = Pair::K_BLOCKS;
+    Pair& pair;
+    KBlockWords<K> at;  // where the lane's words are in a k block
+
+    __device__ __forceinline__ explicit MoeStages(Pair& pair) : pair(pair), at(pair) {}
+    __device__ __forceinline__ u32 count() const { return pair.stage.in_features / (K_BLOCKS * BLOCK_K); }
+    __device__ __forceinline__ void wait() const { pair.wait_for_stage(); }
+    __device__ __forceinline__ void advance() const { pair.pipeline.next(pair.args); }
+    __device__ __forceinline__ u32 k_block(int index) const { return pair.pipeline.address + 4 * index * pair.args.weight_pitch; }
+    __device__ __forceinline__ void load(u32 (&words)[K::Window::words], u32 k_block) const { at.load(words, k_block, pair.lane); }
+    __device__ __forceinline__ u64 operand() const { return activations_descriptor(pair); }
+    __device__ __forceinline__ u32 operand_step() const { return pair.args.activation_stride >> 4; }
+    static __device__ __forceinline__ u64 descriptor(u64 b, int product) { return b + 16 * product; }
+    __device__ __forceinline__ u32 empty() const { return pair.pipeline.empty(pair.args); }
+    __device__ __forceinline__ void release(u32 barrier) const { pair.release(barrier); }
+};
 
 template <class K, int ROWS, class Pair>
 __device__ __forceinline__ void multiply_rows(float (&sums)[ROWS / 2], Pair& pair) {
-    constexpr int K_BLOCKS = Pair::K_BLOCKS;
-    u32 even[4], odd[4], words[K::Window::words];
-    MoePipeline& pipeline = pair.pipeline;
-    const KBlockWords<K> k_block(pair);
-    pair.wait_for_stage();
-    k_block.load(words, pipeline.address, pair.lane);
-    decode_wide<K, 0>(even, words);
-    u32 before = 0;  // the empty barrier of the slot before, whose last product is still in flight
-    for (u32 left = pair.stage.in_features / (K_BLOCKS * BLOCK_K); left != 0; --left) {
-        u64 b = activations_descriptor(pair);
-#pragma unroll
-        for (int i = 0; i < K_BLOCKS; ++i) {
-            issue_product<WarpgroupMma<ROWS>>(sums, even, b, words);
-            if (i == 0 && before) pair.release(before);
-            decode_wide<K, 1>(odd, words);
-            issue_product<WarpgroupMma<ROWS>>(sums, odd, b + 16, words);
-            decode_wide<K, 2>(even, words);
-            issue_product<WarpgroupMma<ROWS>>(sums, even, b + 32, words);
-            decode_wide<K, 3>(odd, words);
-            u32 next = pipeline.address + 4 * (i + 1) * pair.args.weight_pitch;
-            if (i == K_BLOCKS - 1) {
-                before = pipeline.empty(pair.args);
-                pipeline.next(pair.args);
-                // Behind the last k block this reads a stage that has undefined contents, and nobody uses it.
-                if (left > 1) pair.wait_for_stage();
-                next = pipeline.address;
-            }
-            k_block.load(words, next, pair.lane);
-            issue_product<WarpgroupMma<ROWS>>(sums, odd, b + 48, words);
-            decode_wide<K, 0>(even, words);
-            b += pair.args.activation_stride >> 4;
-        }
-    }
-    warpgroup_wait();
-    pair.release(before);
+    multiply_stages<WideDecoder<K>, WarpgroupMma<ROWS>>(sums, MoeStages<K, Pair>(pair));
 }
 
 template <class First, class... Rest> struct WideKinds {

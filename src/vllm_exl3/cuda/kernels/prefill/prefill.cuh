@@ -9,7 +9,7 @@
 #include "base/barrier.cuh"
 #include "prefill/epilogue_mma.cuh"
 #include "prefill/reduction.cuh"
-#include "base/wgmma_issue.cuh"
+#include "base/mainloop.cuh"
 
 constexpr int PRODUCER_THREADS = 128;
 

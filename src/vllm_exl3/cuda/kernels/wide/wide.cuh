@@ -1,6 +1,10 @@
 // The trellis GEMM for 17 tokens and more on Hopper: weights are decoded to fp16 in registers, as the A operand of wgmma,
 // once for up to 128 tokens.
 //
+// sm_90a only, for what neither the GEMM, the prefill nor the narrow kernel serves there (cuda/linear.py, cuda/dispatch.json): every number of
+// tokens under VLLM_BATCH_INVARIANT=1; and from 17 tokens on layers with few weights a multiprocessor, with shards of more than two kinds or
+// of several input widths, with two kinds above 64 tokens, and with mcg or 3INST above 96.
+//
 // One block per multiprocessor, four warpgroups in two pairs; a warpgroup holds 64 output channels, one tile column a warp.
 // SPLIT_K = false: an n tile is two Hadamard blocks, one a pair; all multiply the same activations.
 // SPLIT_K = true:  an n tile is one Hadamard block; the pairs take its k blocks in turn and are added at its end. More n tiles,
