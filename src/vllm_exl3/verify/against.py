@@ -4,13 +4,15 @@ Expected errors are those of the format's Viterbi search on Gaussian weights (me
 0.0045 at K = 2, 3, 4: a factor of four for each bit). Calibrated packs trade some of it for the layer's output.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from vllm_exl3.pack import Pack, StoredLinear
+from vllm_exl3.pack import Exl3PackError, Pack, StoredLinear
 from vllm_exl3.verify.finding import Finding
 from vllm_exl3.verify.weights import DenseFolder, Floats, decoded, find_weight
 
@@ -19,7 +21,9 @@ __all__ = ["LayerError", "compare_weights", "expected_error"]
 _SLACK = 2.0
 """How many times the expected error a linear may have; the packs looked at have at most 1.35 times."""
 
-_SAMPLED_ROWS = 128
+_ROWS, _COLUMNS = 8, 128
+"""The corner of a weight by which it is recognised; of unrelated ones, a cosine has a standard deviation of 1/32."""
+
 _RELATED = 0.5
 
 
@@ -30,7 +34,8 @@ class LayerError:
     Attributes:
         key: the module's name.
         bits: K.
-        error: norm of the difference over the norm of the source's weight, without padding.
+        error: norm of the difference over the norm of the source's weight, without padding; NaN or infinite where the
+            pack's weight is.
         expected: the same for Gaussian weights at this K.
         weights: weights compared.
     """
@@ -42,8 +47,8 @@ class LayerError:
     weights: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
-        return asdict(self)
+        """The fields, for JSON, which has null for an error that is not finite."""
+        return {**asdict(self), "error": self.error if math.isfinite(self.error) else None}
 
 
 def expected_error(bits: float) -> float:
@@ -64,26 +69,40 @@ def compare_weights(
 
     Returns:
         The errors, the faults, and the linears for which the source has no tensor.
+
+    Raises:
+        Exl3PackError: a weight of the source is not finite, or the source is quantized itself.
     """
     errors, findings, missing = [], [], []
+    twins = _Twins(pack, source)
     for key, linear in pack.linears.items():
         original = find_weight(source, f"{key}.weight", lambda name: _rows(pack, name))
         if original is None:
             missing.append(key)
-            continue
-        found = decoded(pack, linear).T
-        if not _fits(original, linear):
+        elif not _fits(original, linear):
             findings.append(_misfit(key, original, linear))
-            continue
-        values = found[: original.shape[0], : original.shape[1]]
-        norm = float(np.linalg.norm(original))
-        error = float(np.linalg.norm(values - original)) / norm if norm else float(np.linalg.norm(values))
-        layer = LayerError(key, linear.bits, error, expected_error(linear.bits), original.size)
-        errors.append(layer)
-        if not error < _SLACK * layer.expected:
-            findings.append(_outlier(layer, values, original, _twins(pack, source, key, original)))
+        else:
+            layer, values = _compare(pack, linear, original, source.label)
+            errors.append(layer)
+            if not layer.error < _SLACK * layer.expected:
+                findings.append(_outlier(layer, values, original, twins))
         progress(linear.in_features * linear.out_features)
     return errors, findings, missing
+
+
+def _compare(pack: Pack, linear: StoredLinear, original: Floats, label: str) -> tuple[LayerError, Floats]:
+    """The error of one linear, and its weight without padding."""
+    values = decoded(pack, linear).T[: original.shape[0], : original.shape[1]]
+    norm = float(np.linalg.norm(original))
+    if not math.isfinite(norm):
+        raise Exl3PackError(
+            found="values that are not finite",
+            expected="the unquantized model's weights",
+            where=f"{linear.key}.weight in {label}",
+            remedy="Fetch the 16-bit model again: nothing can be compared with it as it is.",
+        )
+    error = float(np.linalg.norm(values - original)) / (norm or 1.0)
+    return LayerError(linear.key, linear.bits, error, expected_error(linear.bits), original.size), values
 
 
 def _rows(pack: Pack, name: str) -> int | None:
@@ -103,15 +122,13 @@ def _misfit(key: str, original: Floats, linear: StoredLinear) -> Finding:
     return Finding("weights", key, found, f"{list(original.shape)} padded to multiples of 128, as the source has it")
 
 
-def _outlier(layer: LayerError, values: Floats, original: Floats, others: Iterator[tuple[str, Floats]]) -> Finding:
+def _outlier(layer: LayerError, values: Floats, original: Floats, twins: "_Twins") -> Finding:
     """A fault with its likeliest cause."""
     found = f"relative error {layer.error:.3g}"
     if (flipped := _flipped(values, original)) is not None:
         found += f"; {flipped}"
-    else:
-        rows = values[:_SAMPLED_ROWS]
-        name = next((name for name, other in others if _cosine(rows, other) > _RELATED), None)
-        found += f"; these are the weights of {name}" if name else ""
+    elif (name := twins.find(layer.key, values)) is not None:
+        found += f"; these are the weights of {name}"
     return Finding("weights", layer.key, found, f"about {layer.expected:.2g} at K = {layer.bits:g}")
 
 
@@ -126,17 +143,38 @@ def _flipped(values: Floats, original: Floats) -> str | None:
     return None
 
 
-def _cosine(one: Floats, other: Floats) -> float:
-    rows = min(len(one), len(other))
-    one, other = one[:rows], other[:rows]
-    norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return float((one * other).sum()) / norms if norms else 0.0
+class _Twins:
+    """Finds whose weights a linear has, by a corner of every weight of that shape in the 16-bit model.
+
+    Corners of one shape are read once, when a linear of it is first looked for: a pack in which every linear is wrong,
+    such as one of another model, takes no longer than one reading of them.
+    """
+
+    def __init__(self, pack: Pack, source: DenseFolder) -> None:
+        self._source = source
+        self._names: dict[tuple[int, ...], list[str]] = {}
+        known = source.names()
+        for key in pack.linears:
+            if f"{key}.weight" in known:
+                self._names.setdefault(source.shape(f"{key}.weight"), []).append(key)
+        self._corners: dict[tuple[int, ...], npt.NDArray[np.float16]] = {}
+
+    def find(self, key: str, values: Floats) -> str | None:
+        """The linear other than ``key`` whose weights are most like ``values``, or None where none is like them."""
+        names = self._names.get(values.shape, [])
+        if len(names) < 2:
+            return None
+        if values.shape not in self._corners:
+            read = self._source.read_rows
+            self._corners[values.shape] = np.stack([_corner(read(f"{name}.weight", 0, _ROWS)) for name in names])
+        cosines = self._corners[values.shape].astype(np.float32) @ _corner(values).astype(np.float32)
+        best = max((cosine, name) for cosine, name in zip(cosines, names, strict=True) if name != key)
+        return best[1] if best[0] > _RELATED else None
 
 
-def _twins(pack: Pack, source: DenseFolder, key: str, original: Floats) -> Iterator[tuple[str, Floats]]:
-    """Other weights of the source with the same shape, first rows only."""
-    for name in pack.linears:
-        if name != key and f"{name}.weight" in source.names():
-            other = source.read(f"{name}.weight")
-            if other.shape == original.shape:
-                yield name, other[:_SAMPLED_ROWS]
+def _corner(values: Floats) -> npt.NDArray[np.float16]:
+    """The first rows and columns as a unit vector; zeros where they are zero or not finite."""
+    flat = values[:_ROWS, :_COLUMNS].reshape(-1).astype(np.float64)
+    norm = float(np.linalg.norm(flat))
+    scale = 1 / norm if norm and math.isfinite(norm) else 0.0
+    return np.nan_to_num(flat * scale, posinf=0.0, neginf=0.0).astype(np.float16)

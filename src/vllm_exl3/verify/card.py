@@ -7,12 +7,36 @@ from typing import Any
 import numpy as np
 
 from vllm_exl3.pack import Exl3PackError
-from vllm_exl3.tools.whole_file import whole_file
+from vllm_exl3.tools.whole_file import check_target, whole_file
 from vllm_exl3.verify.run import write_json, write_text
 
-__all__ = ["write_card"]
+__all__ = ["check_card", "write_card"]
 
 _HISTOGRAM, _LAYERS = "kl.png", "layers.png"
+
+
+def check_card(folder: Path) -> None:
+    """Find out before a long measurement that no card could be written.
+
+    Raises:
+        Exl3PackError: matplotlib is not installed.
+        OSError: there is a file of that name, or the folder cannot be made or written to.
+    """
+    _figure_class()
+    check_target(folder / "card.md")
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Exl3PackError(
+            found="no matplotlib",
+            expected="the package that draws the card's pictures",
+            where="--card",
+            remedy="Install it: pip install 'vllm-exl3[report]'.",
+        ) from error
+    return Figure
 
 
 def write_card(folder: Path, report: Mapping[str, Any], divergences: Mapping[str, Any]) -> None:
@@ -26,18 +50,10 @@ def write_card(folder: Path, report: Mapping[str, Any], divergences: Mapping[str
     Raises:
         Exl3PackError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise Exl3PackError(
-            found="no matplotlib",
-            expected="the package that draws the card's pictures",
-            where="--card",
-            remedy="Install it: pip install 'vllm-exl3[report]'.",
-        ) from error
+    make = _figure_class()
     folder.mkdir(parents=True, exist_ok=True)
-    _save(_histogram(Figure, divergences), folder / _HISTOGRAM)
-    _save(_layers(Figure, report["weights"]), folder / _LAYERS)
+    _save(_histogram(make, divergences), folder / _HISTOGRAM)
+    _save(_layers(make, report["weights"]), folder / _LAYERS)
     write_json(folder / "card.json", dict(report))
     write_text(folder / "card.md", _markdown(report))
 
@@ -53,13 +69,20 @@ def _histogram(make: Any, divergences: Mapping[str, Any]) -> Any:
     floor = 1e-8
     edges = np.logspace(np.log10(floor), 2, 81)
     for label, found in divergences.items():
-        axes.hist(np.clip(found.kl.reshape(-1), floor, 99), edges, histtype="step", label=label)
+        finite = found.kl[np.isfinite(found.kl)]
+        axes.hist(np.clip(finite, floor, 99), edges, histtype="step", label=_plain(label))
     axes.set_xscale("log")
     axes.set(
         xlabel="KL(16-bit ‖ model) of one token, nats", ylabel="tokens", title="Divergence of next-token predictions"
     )
     axes.legend(loc="upper left", fontsize="small")
     return figure
+
+
+def _plain(label: str) -> str:
+    """A folder's name as a legend shows it: a dollar would begin mathematics, a leading underscore hide the entry."""
+    escaped = label.replace("$", r"\$")
+    return f" {escaped}" if label.startswith("_") else escaped
 
 
 def _layers(make: Any, layers: list[Mapping[str, Any]]) -> Any:
@@ -88,8 +111,7 @@ def _markdown(report: Mapping[str, Any]) -> str:
     ]
     for label, found in report["divergence"].items():
         columns = ("kl", "top1_agreement", "perplexity", "reference_perplexity")
-        cells = [f"{found[key]['mean']:.4g} ({found[key]['low']:.4g} to {found[key]['high']:.4g})" for key in columns]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append(f"| {_cell(label)} | {' | '.join(_interval(found[key]) for key in columns)} |")
     lines += ["", f"![KL histogram]({_HISTOGRAM})", "", f"![Error and bits of each linear]({_LAYERS})", ""]
     checked = f"{report['tensors']['tensors']} tensors checked by `vllm-exl3 verify`"
     lines.append(f"{checked}: {'no faults' if not count else f'{count} faults'}.")
@@ -97,3 +119,14 @@ def _markdown(report: Mapping[str, Any]) -> str:
         f"- {found['where']}: found {found['found']}; expected {found['expected']}" for found in report["findings"]
     ]
     return "\n".join(lines) + "\n"
+
+
+def _interval(found: Mapping[str, float | None]) -> str:
+    mean, low, high = (found[key] for key in ("mean", "low", "high"))
+    if mean is None or low is None or high is None:
+        return "not finite"
+    return f"{mean:.4g} ({low:.4g} to {high:.4g})"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")

@@ -68,6 +68,8 @@ class Int4Folder:
             return self._stored.read(name)
         scales = self._stored.read(f"{key}.scales")
         words = [self._stored.read_integers(f"{key}.{part}") for part in ("qweight", "qzeros")]
+        if any(part.ndim != 2 or not part.size for part in (scales, *words)):
+            raise self._refused(f"{key}: scales {scales.shape}, words {words[0].shape} and {words[1].shape}")
         weight, zeros = self._unpack(words[0], words[1], self._bits)
         groups, width = scales.shape
         if zeros.shape != scales.shape or weight.shape[1] != width or weight.shape[0] % groups:
@@ -75,8 +77,10 @@ class Int4Folder:
         group = np.arange(weight.shape[0]) // (weight.shape[0] // groups)
         if f"{key}.g_idx" in self._stored.names():
             group = self._stored.read_integers(f"{key}.g_idx")
-            if group.shape != weight.shape[:1] or not 0 <= group.min() <= group.max() < groups:
-                raise self._refused(f"{key}: g_idx {group.shape} of {group.min()} to {group.max()} for {groups} groups")
+            if group.shape != weight.shape[:1]:
+                raise self._refused(f"{key}: g_idx {group.shape} for {weight.shape[0]} input channels")
+            if not 0 <= group.min() <= group.max() < groups:
+                raise self._refused(f"{key}: g_idx of {group.min()} to {group.max()} for {groups} groups")
         values = (weight - (zeros + self._offset)[group]).astype(np.float32) * scales[group]
         return np.ascontiguousarray(values.T)
 

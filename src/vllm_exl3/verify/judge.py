@@ -5,6 +5,7 @@ states of all sequences reach it, and empties it when they leave. Of each model 
 both heads are then applied to a few tokens at a time.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from vllm_exl3.pack import Exl3PackError
+from vllm_exl3.pack.skip import main_layers
 from vllm_exl3.verify.statistics import Estimate, bootstrap_mean
 from vllm_exl3.verify.weights import Weights, find_weight
 
@@ -24,6 +26,9 @@ __all__ = ["Divergence", "FinalStates", "compare", "final_states"]
 _HEAD_TOKENS = 64
 _HEAD_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "dim_model_base", "output_multiplier_scale")
 """Factors on logits in configurations of model classes whose heads are more than a matrix."""
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+"""The number of a decoder layer in a tensor's name."""
 
 Progress = Callable[[float], None]
 
@@ -66,8 +71,13 @@ class Divergence:
     loss: npt.NDArray[np.float32]
     reference_loss: npt.NDArray[np.float32]
 
+    @property
+    def not_finite(self) -> int:
+        """Tokens at which the model's predictions are no numbers."""
+        return int((~(np.isfinite(self.kl) & np.isfinite(self.loss))).sum())
+
     def estimates(self) -> dict[str, Estimate]:
-        """Means over tokens with 95 % intervals by bootstrap over sequences."""
+        """Means over tokens with 95 % intervals by bootstrap over sequences; NaN where predictions are no numbers."""
         return {
             "kl": bootstrap_mean(self.kl),
             "top1_agreement": bootstrap_mean(self.agrees),
@@ -92,10 +102,13 @@ def final_states(
         Exl3PackError: transformers has no such model, its layers cannot be streamed, or a weight is missing.
     """
     values = {key: value for key, value in config.items() if key not in ("quantization_config", "architectures")}
+    _check_depth(weights, config)
     model, settings = _on_meta(weights.label, values)
     base: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-    if scales := [name for name in _HEAD_SCALES if getattr(settings, name, None) not in (None, 1, 1.0)]:
-        raise _unsupported(weights.label, f"a head with {', '.join(scales)}", "a head that is a matrix")
+    _check_head(weights.label, model, settings)
+    if int(ids.max()) >= settings.vocab_size:
+        expected = f"more than {int(ids.max())}, a token of the text"
+        raise _unsupported(weights.label, f"a vocabulary of {settings.vocab_size} tokens", expected)
     prefix = next(name for name, module in model.named_modules() if module is base)
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -116,7 +129,7 @@ def final_states(
     head = find_weight(weights, "lm_head.weight", sizes.get)
     if head is None:
         raise _missing(weights.label, "lm_head.weight")
-    vocabulary = settings.get_text_config().vocab_size
+    vocabulary = settings.vocab_size
     softcap = getattr(settings, "final_logit_softcapping", None)
     return FinalStates(hidden, torch.from_numpy(np.array(head[:vocabulary, : hidden.shape[-1]])), softcap)
 
@@ -154,8 +167,25 @@ def compare(
     return Divergence(kl.reshape(shape), agrees.reshape(shape), loss.reshape(shape), reference_loss.reshape(shape))
 
 
+def _check_depth(weights: Weights, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration of more layers than are stored before modules are made for them."""
+    declared = main_layers(config)
+    stored = {int(match[1]) for name in weights.names() if (match := _LAYER.search(name))}
+    if stored and declared > len(stored):
+        raise _unsupported(weights.label, f"{declared} layers in config.json", f"the {len(stored)} that are stored")
+
+
+def _check_head(label: str, model: Any, settings: Any) -> None:
+    """Refuse a head that does more than multiply: its predictions would be wrong without a word."""
+    found = [name for name in _HEAD_SCALES if getattr(settings, name, None) not in (None, 1, 1.0)]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        found.append("a bias")
+    if found:
+        raise _unsupported(label, f"a head with {', '.join(found)}", "a head that is a matrix")
+
+
 def _on_meta(label: str, values: dict[str, Any]) -> tuple[Any, Any]:
-    """The model without weights but with its buffers, which no checkpoint stores."""
+    """The model without weights but with its buffers, which no checkpoint stores, and the language model's settings."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -163,9 +193,10 @@ def _on_meta(label: str, values: dict[str, Any]) -> tuple[Any, Any]:
         config._attn_implementation = "sdpa"
         with _meta_parameters():
             made: Any = AutoModelForCausalLM
-            return made.from_config(config, dtype=torch.float32).eval(), config
-    except (KeyError, ValueError, TypeError) as error:
-        found = f"model_type {values.get('model_type')!r}: {error}"
+            return made.from_config(config, dtype=torch.float32).eval(), config.get_text_config()
+    except Exception as error:  # what a wrong configuration raises is up to each model class
+        says = (str(error).splitlines() or [type(error).__name__])[0]
+        found = f"model_type {values.get('model_type')!r}: {says[:300]}"
         raise _unsupported(label, found, "a causal language model that transformers knows") from error
 
 

@@ -33,9 +33,10 @@ class LoadedWeights:
         loader: Any = AutoModelForCausalLM
         try:
             self._model = loader.from_pretrained(folder, dtype="auto").eval()
-        except (ImportError, ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # each format's package has errors of its own
+            says = (str(error).splitlines() or [""])[0]
             raise Exl3PackError(
-                found=f"quant_method {method}, which transformers cannot load here: {str(error).splitlines()[0]}",
+                found=f"quant_method {method}, which transformers cannot load here: {type(error).__name__}: {says}",
                 expected="an EXL3 pack, a GGUF file, or a folder that transformers can load",
                 where=str(folder),
                 remedy="Install the package that the message names, or leave this one out of --compare.",

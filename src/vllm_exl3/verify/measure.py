@@ -1,34 +1,35 @@
 """The part of ``verify`` that needs the 16-bit model: where models come from, and their divergences on a text."""
 
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_exl3.pack import Exl3PackError, Pack
+from vllm_exl3.pack.metadata import parse_object
 from vllm_exl3.pack.skip import main_layers
 from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.int4_folder import METHODS, Int4Folder
 from vllm_exl3.verify.judge import Divergence, FinalStates, compare, final_states
 from vllm_exl3.verify.weights import DenseFolder, PackWeights, Weights
 
-__all__ = ["measure", "open_source", "read_text"]
-
-WINDOW = 256
-"""Tokens of one sequence."""
+__all__ = ["check_others", "measure", "open_source"]
 
 
 def open_source(model: str) -> DenseFolder:
     """The 16-bit model in a folder, or downloaded from the Hub.
 
     Raises:
-        Exl3PackError: there is no such model.
+        Exl3PackError: there is no such model, or it is an EXL3 pack.
     """
-    if os.path.isdir(os.path.expanduser(model)):
-        return DenseFolder(Path(model).expanduser())
+    if os.path.isdir(folder := os.path.expanduser(model)):
+        source = DenseFolder(Path(folder))
+        if any(name.endswith(".trellis") for name in source.names()):
+            remedy = "Give the 16-bit model to --against, and other packs to --compare."
+            raise _refused("an EXL3 pack", "the 16-bit model that the pack was made from", model, remedy)
+        return source
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -43,37 +44,29 @@ def open_source(model: str) -> DenseFolder:
         ) from error
 
 
-def read_text(file: Path, tokenizer: Path, tokens: int) -> torch.Tensor:
-    """A text as sequences of `WINDOW` tokens.
+def check_others(others: Sequence[str]) -> None:
+    """Find out before anything is measured that a model to compare with is not there.
 
     Args:
-        file: the text, UTF-8.
-        tokenizer: a folder with ``tokenizer.json``.
-        tokens: at most so many.
-
-    Returns:
-        int64 ``[sequences, WINDOW]``.
+        others: EXL3 packs, GGUF files or folders that transformers can load.
 
     Raises:
-        Exl3PackError: there is no tokenizer, or less text than two sequences.
+        Exl3PackError: there is no such file or folder, or its config.json says nothing that can be used.
     """
-    from tokenizers import Tokenizer
-
-    path = tokenizer / "tokenizer.json"
-    if not path.is_file():
-        raise _refused("no tokenizer.json", "the tokenizer's file", str(tokenizer), "Fetch it from the model's page.")
-    ids = Tokenizer.from_file(str(path)).encode(file.read_text(encoding="utf-8"), add_special_tokens=False).ids
-    count = min(len(ids), tokens) // WINDOW
-    if count < 2:
-        remedy = "Give a longer text, or a larger --tokens."
-        raise _refused(f"{min(len(ids), tokens)} tokens", f"{2 * WINDOW} or more", str(file), remedy)
-    return torch.tensor(ids[: count * WINDOW]).view(count, WINDOW)
+    for label in others:
+        path = _path(label)
+        if path.suffix != ".gguf":
+            _method(_own_config(path, label), label)
+        elif not path.is_file():
+            raise _refused("no such file", "a GGUF file", label, "Check the path.")
 
 
 def measure(
     pack: Pack, source: DenseFolder, others: Sequence[str], ids: torch.Tensor, display: Display
 ) -> dict[str, Divergence]:
-    """Divergences from the 16-bit model by label: the pack first, then what it is compared with.
+    """Divergences from the 16-bit model by name: the pack first, then what it is compared with.
+
+    A name is that of the folder or file. Where several have one name, all but the first are numbered: ``name (2)``.
 
     Args:
         pack: the pack.
@@ -81,18 +74,50 @@ def measure(
         others: EXL3 packs, GGUF files or folders that transformers can load.
         ids: the text, ``[sequences, tokens]``.
         display: shows the progress.
+
+    Raises:
+        Exl3PackError: a model cannot be read, or has another vocabulary than the 16-bit model.
     """
-    config = _config(Path(source.label)) or {key: pack.config[key] for key in pack.config}
+    config = _config(Path(source.label))
+    if not config:
+        display.say(f"           no config.json in {source.label}: the pack's own describes both models")
+        config = dict(pack.config)
     reference = _states(source, config, ids, display)
-    found = {}
-    for label in (pack.source, *others):
-        weights, own = (PackWeights(pack), pack.config) if label == pack.source else _open_other(label, config)
+    if not bool(torch.isfinite(reference.hidden).all() and torch.isfinite(reference.head).all()):
+        remedy = "Fetch it again: nothing can be compared with it as it is."
+        raise _refused("activations that are not finite", "a 16-bit model that works", source.label, remedy)
+    found: dict[str, Divergence] = {}
+    for label in (None, *others):
+        weights, own = (PackWeights(pack), pack.config) if label is None else _open_other(label, config)
         states = _states(weights, own, ids, display)
-        with display.progress(f"comparing {Path(label).name}", ids.numel() - len(ids), "tokens") as advance:
-            found[label] = compare(reference, states, ids, advance)
-        kl = found[label].estimates()["kl"]
-        display.say(f"divergence {kl.mean:.4g} nats per token ({kl.low:.4g} to {kl.high:.4g})  {label}")
+        if len(states.head) != len(reference.head):
+            raise _refused(
+                f"a vocabulary of {len(states.head)} tokens",
+                f"one of {len(reference.head)}, as in the 16-bit model",
+                weights.label,
+                "Its predictions cannot be compared with the 16-bit model's: leave it out.",
+            )
+        name = _name(weights.label, found)
+        with display.progress(f"comparing {name}", ids.numel() - len(ids), "tokens") as advance:
+            found[name] = compare(reference, states, ids, advance)
+        display.say(_account(found[name], weights.label))
     return found
+
+
+def _account(found: Divergence, label: str) -> str:
+    if found.not_finite:
+        return f"divergence not finite at {found.not_finite} of {found.kl.size} tokens  {label}"
+    kl = found.estimates()["kl"]
+    return f"divergence {kl.mean:.4g} nats per token ({kl.low:.4g} to {kl.high:.4g})  {label}"
+
+
+def _name(label: str, taken: Mapping[str, Any]) -> str:
+    name = Path(os.path.abspath(os.path.expanduser(label))).name
+    number, numbered = 1, name
+    while numbered in taken:
+        number += 1
+        numbered = f"{name} ({number})"
+    return numbered
 
 
 def _states(weights: Weights, config: Any, ids: torch.Tensor, display: Display) -> FinalStates:
@@ -102,15 +127,13 @@ def _states(weights: Weights, config: Any, ids: torch.Tensor, display: Display) 
 
 
 def _open_other(label: str, config: dict[str, Any]) -> tuple[Weights, dict[str, Any]]:
-    path = Path(label).expanduser()
+    path = _path(label)
     if path.suffix == ".gguf":
         from vllm_exl3.verify.gguf_weights import gguf_weights
 
         return gguf_weights(path), config
-    own = _config(path)
-    if own is None:
-        raise _refused("no config.json", "an EXL3 pack, a GGUF file or a model's folder", label, "Check the path.")
-    method = own.get("quantization_config", {}).get("quant_method")
+    own = _own_config(path, label)
+    method = _method(own, label)
     if method == "exl3":
         pack = Pack.open(path)
         return PackWeights(pack), dict(pack.config)
@@ -120,12 +143,35 @@ def _open_other(label: str, config: dict[str, Any]) -> tuple[Weights, dict[str, 
         return Int4Folder(path, own["quantization_config"]), own
     from vllm_exl3.verify.loaded import LoadedWeights
 
-    return LoadedWeights(path, str(method)), own
+    return LoadedWeights(path, method), own
+
+
+def _path(label: str) -> Path:
+    return Path(os.path.expanduser(label))
+
+
+def _method(config: Mapping[str, Any], label: str) -> str | None:
+    """The ``quant_method`` that a config.json names, or None for a model that is not quantized."""
+    block = config.get("quantization_config")
+    if block is None:
+        return None
+    if not isinstance(block, dict) or not isinstance(block.get("quant_method"), str):
+        remedy = "Fetch its config.json again, or leave it out of --compare."
+        raise _refused(f"the quantization_config {str(block)[:80]}", "an object with quant_method", label, remedy)
+    return str(block["quant_method"])
+
+
+def _own_config(folder: Path, label: str) -> dict[str, Any]:
+    own = _config(folder)
+    if not own:
+        what = "no config.json" if own is None else "an empty config.json"
+        raise _refused(what, "an EXL3 pack, a GGUF file or a model's folder", label, "Check the path.")
+    return own
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return parse_object(path.read_bytes(), str(path)) if path.is_file() else None
 
 
 def _refused(found: str, expected: str, where: str, remedy: str) -> Exl3PackError:

@@ -1,19 +1,25 @@
 """The steps of ``vllm-exl3 verify`` in order, and the one report that they make."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_exl3.pack import Pack
 from vllm_exl3.pack.check import find_faults
 from vllm_exl3.pack.metadata import text_config
 from vllm_exl3.plan.shapes import number
-from vllm_exl3.tools.whole_file import whole_file
+from vllm_exl3.tools.whole_file import check_target, whole_file
 from vllm_exl3.verify.display import Display
 from vllm_exl3.verify.finding import Finding
 from vllm_exl3.verify.tensors import scan_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_exl3.verify.weights import DenseFolder
 
 __all__ = ["Request", "check_tensors", "run", "write_json", "write_text"]
 
@@ -53,8 +59,10 @@ def run(request: Request, display: Display) -> list[Finding]:
 
     Raises:
         Exl3PackError: the pack or a model it is compared with cannot be read.
+        OSError: a file cannot be read or written.
     """
     pack = Pack.open(request.pack)
+    ids = _prepare(pack, request)
     findings, figures = check_tensors(pack, display)
     report: dict[str, Any] = {"pack": Path(pack.source).name, "tensors": figures}
     if request.backends:
@@ -63,7 +71,7 @@ def run(request: Request, display: Display) -> list[Finding]:
         findings += _run_canary(pack, report, display)
     divergences: dict[str, Any] = {}
     if request.against is not None:
-        divergences = _judge(pack, request, report, findings, display)
+        divergences = _judge(pack, request, ids, report, findings, display)
     report["findings"] = [finding.as_dict() for finding in findings]
     _say_findings(findings, request, display)
     if request.json_file is not None:
@@ -74,6 +82,24 @@ def run(request: Request, display: Display) -> list[Finding]:
         write_card(request.card, report, divergences)
         display.say(f"card       {request.card}")
     return findings
+
+
+def _prepare(pack: Pack, request: Request) -> "torch.Tensor | None":
+    """Find out what would fail at the end, before hours of measuring; the text as tokens, where there is one."""
+    if request.json_file is not None:
+        check_target(request.json_file)
+    if request.card is not None:
+        from vllm_exl3.verify.card import check_card
+
+        check_card(request.card)
+    if request.text is None:
+        return None
+    from vllm_exl3.verify.measure import check_others
+    from vllm_exl3.verify.text import read_text
+
+    check_others(request.compare)
+    vocabulary = number(text_config(pack.config), "vocab_size")
+    return read_text(request.text, pack.folder or Path(pack.source), request.tokens, vocabulary)
 
 
 def _check_backends(pack: Pack, report: dict[str, Any], display: Display) -> list[Finding]:
@@ -109,13 +135,26 @@ def _run_canary(pack: Pack, report: dict[str, Any], display: Display) -> list[Fi
 
 
 def _judge(
-    pack: Pack, request: Request, report: dict[str, Any], findings: list[Finding], display: Display
+    pack: Pack,
+    request: Request,
+    ids: "torch.Tensor | None",
+    report: dict[str, Any],
+    findings: list[Finding],
+    display: Display,
 ) -> dict[str, Any]:
-    from vllm_exl3.verify.against import compare_weights
-    from vllm_exl3.verify.measure import measure, open_source, read_text
+    from vllm_exl3.verify.measure import open_source
 
     assert request.against is not None
     source = open_source(request.against)
+    report["weights"] = _judge_weights(pack, source, findings, display)
+    return {} if ids is None else _judge_text(pack, source, request, ids, report, findings, display)
+
+
+def _judge_weights(
+    pack: Pack, source: "DenseFolder", findings: list[Finding], display: Display
+) -> list[dict[str, Any]]:
+    from vllm_exl3.verify.against import compare_weights
+
     weights = sum(linear.in_features * linear.out_features for linear in pack.linears.values())
     with display.progress("comparing weights", weights, "M weights", 1e6) as advance:
         errors, faults, missing = compare_weights(pack, source, advance)
@@ -124,21 +163,33 @@ def _judge(
         names = ", ".join(missing[:4])
         findings.append(Finding("weights", source.label, f"no tensor for {len(missing)} linears ({names})", "all"))
     if errors:
-        worst = max(errors, key=lambda layer: layer.error / layer.expected)
+        worst = max(errors, key=lambda layer: layer.error / layer.expected if math.isfinite(layer.error) else math.inf)
         display.say(f"weights    {len(errors)} linears; the worst has {worst.error:.3g} where {worst.expected:.3g} is "
                     f"expected at K = {worst.bits:g}: {worst.key}")  # fmt: skip
-    report["weights"] = [layer.as_dict() for layer in errors]
-    if request.text is None:
-        return {}
-    folder = pack.folder or Path(pack.source)
-    ids = read_text(request.text, folder, request.tokens)
+    return [layer.as_dict() for layer in errors]
+
+
+def _judge_text(
+    pack: Pack,
+    source: "DenseFolder",
+    request: Request,
+    ids: "torch.Tensor",
+    report: dict[str, Any],
+    findings: list[Finding],
+    display: Display,
+) -> dict[str, Any]:
+    from vllm_exl3.verify.measure import measure
+
     divergences = measure(pack, source, request.compare, ids, display)
+    name, own = next(iter(divergences.items()))
+    if own.not_finite:
+        found = f"predictions that are no numbers at {own.not_finite} of {own.kl.size} tokens"
+        findings.append(Finding("divergence", name, found, "finite logits"))
     report["text"] = {"tokens": ids.numel(), "sequences": len(ids)}
     report["divergence"] = {
-        Path(label).name: {name: value.as_dict() for name, value in found.estimates().items()}
-        for label, found in divergences.items()
+        name: {key: value.as_dict() for key, value in found.estimates().items()} for name, found in divergences.items()
     }
-    return {Path(label).name: found for label, found in divergences.items()}
+    return divergences
 
 
 def _say_findings(findings: list[Finding], request: Request, display: Display) -> None:
@@ -168,7 +219,8 @@ def check_tensors(pack: Pack, display: Display) -> tuple[list[Finding], dict[str
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, whenever the process is interrupted."""
+    """Write a file that is complete or absent, whenever the process is interrupted; missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 

@@ -3,6 +3,7 @@
 A name that is not stored as it is may be part of a fused tensor, or the fusion of several stored ones, or a tied head.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -70,8 +71,15 @@ class DenseFolder:
             )
         self._tensors: dict[str, StoredTensor] = {}
         for name in found:
-            read = lambda start, length, name=name: files.read(name, start, length)  # noqa: E731
-            self._tensors.update(read_header(name, files.size(name), read).tensors)
+            header = _header(files, name)
+            if twice := self._tensors.keys() & header.keys():
+                raise Exl3PackError(
+                    found=f"{min(twice)} in {self._tensors[min(twice)].file} and in {name}",
+                    expected="each tensor in one file",
+                    where=str(folder),
+                    remedy="One of the files is left over from another revision: delete it, or fetch the model again.",
+                )
+            self._tensors.update(header)
 
     def names(self) -> Collection[str]:
         """See `Weights`."""
@@ -83,6 +91,24 @@ class DenseFolder:
         Raises:
             Exl3PackError: the tensor is not of a floating-point type.
         """
+        return self.read_rows(name, 0, None)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self._tensors[name].shape
+
+    def read_rows(self, name: str, first: int, count: int | None) -> Floats:
+        """Entries of one tensor along its first axis, as float32; nothing else of it is read.
+
+        Args:
+            name: the tensor.
+            first: the first entry.
+            count: how many; None for all that follow.
+
+        Raises:
+            Exl3PackError: the tensor is not of a floating-point type.
+            OSError: the file ends before the tensor does.
+        """
         tensor = self._tensors[name]
         if tensor.dtype not in _FLOATS:
             raise Exl3PackError(
@@ -91,7 +117,7 @@ class DenseFolder:
                 where=f"{name} in {self.label}",
                 remedy="Give the model that the pack was made from.",
             )
-        values = self._values(tensor, _FLOATS[tensor.dtype])
+        values = self._values(tensor, _FLOATS[tensor.dtype], first, count)
         return np.asarray(from_bfloat16(values) if tensor.dtype == "BF16" else values, np.float32)
 
     def read_integers(self, name: str) -> npt.NDArray[np.int32]:
@@ -110,9 +136,25 @@ class DenseFolder:
             )
         return np.asarray(self._values(tensor, "<i4"), np.int32)
 
-    def _values(self, tensor: StoredTensor, dtype: str) -> npt.NDArray[Any]:
-        count = int(np.prod(tensor.shape))
-        return np.fromfile(self._folder / tensor.file, dtype, count, offset=tensor.start).reshape(tensor.shape)
+    def _values(self, tensor: StoredTensor, dtype: str, first: int = 0, count: int | None = None) -> npt.NDArray[Any]:
+        shape = tensor.shape
+        if shape:
+            first, last, _ = slice(first, None if count is None else first + count).indices(shape[0])
+            shape = (max(last - first, 0), *shape[1:])
+        start = tensor.start + first * math.prod(shape[1:]) * np.dtype(dtype).itemsize
+        values = np.fromfile(self._folder / tensor.file, dtype, math.prod(shape), offset=start)
+        if values.size < math.prod(shape):
+            raise OSError(f"{tensor.name}: {self._folder / tensor.file} ended while it was read")
+        return values.reshape(shape)
+
+
+def _header(files: LocalFolder, name: str) -> Mapping[str, StoredTensor]:
+    """The tensors of one file; an error says in which folder it lies, since several are read beside each other."""
+    try:
+        return read_header(name, files.size(name), lambda start, length: files.read(name, start, length)).tensors
+    except Exl3PackError as error:
+        where = f"{error.where} in {files.label}"
+        raise Exl3PackError(found=error.found, expected=error.expected, where=where, remedy=error.remedy) from error
 
 
 class LoadedTensors:
@@ -240,17 +282,27 @@ def _part_of_fused(
             rows = [sizes(f"{parent}.{part}.weight") for part in parts]
             if None in rows:
                 return None
-            ends = np.cumsum([0, *rows])
             at = parts.index(leaf)
-            return weights.read(f"{parent}.{fused}.weight")[ends[at] : ends[at + 1]]
+            first = sum(filter(None, rows[:at]))
+            return _rows(weights, f"{parent}.{fused}.weight", first, rows[at])
     # one expert out of the stacked tensors of a layer
     match = re.match(r"^(?P<experts>.+\.experts)\.(?P<index>\d+)$", parent)
     for stacked, spellings in _ROLES.items():
         for roles in spellings:
             if match and leaf in roles and f"{match['experts']}.{stacked}" in known:
-                whole = weights.read(f"{match['experts']}.{stacked}")[int(match["index"])]
+                whole = _rows(weights, f"{match['experts']}.{stacked}", int(match["index"]), 1)
+                if not len(whole):
+                    return None  # an expert that the source does not have
+                whole = whole[0]
                 return np.array_split(whole, len(roles))[roles.index(leaf)]
     return None
+
+
+def _rows(weights: Weights, name: str, first: int, count: int | None) -> Floats:
+    """Entries of a tensor along its first axis, without reading the others where that is possible."""
+    if isinstance(weights, DenseFolder):
+        return weights.read_rows(name, first, count)
+    return weights.read(name)[first : None if count is None else first + count]
 
 
 def _stacked_experts(weights: Weights, known: Collection[str], mlp: str, leaf: str) -> Floats | None:
