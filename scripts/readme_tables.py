@@ -17,6 +17,7 @@ from gpu_tests_table import gpu_tests
 from kv_tables import kv_tables
 from linear_tables import linear_tables, marlin_times, wrapped
 from serve_tables import KINDS, serve_tables
+from tier_tables import tier_tables
 
 BEGIN, END = "<!-- measured: made by `make docs` -->\n", "<!-- end of measured -->\n"
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 28672))
@@ -220,6 +221,7 @@ PAGES: dict[str, Callable[[], str]] = {
     ),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
     "docs/support-matrix.md": lambda: gpu_tests(ROOT / "benchmarks/results/h200/tests.json"),
+    "docs/offload.md": lambda: tier_tables(load("h200/tiers.json")),
     "docs/serving.md": lambda: serve_tables(load("h200/serve.json")),
 }
 
