@@ -1,7 +1,7 @@
 """Partitions one fused linear of up to 128 tokens into work for the GEMM kernel: instance, grid, shared memory,
 scratch.
 
-Arithmetic on shapes, without torch or a GPU; ``kernels/gemm_schedule.cuh`` explains n tiles, k blocks and ranges.
+Arithmetic on shapes, without torch or a GPU; ``kernels/gemm/scheduler.cuh`` explains n tiles, k blocks and ranges.
 """
 
 import functools
