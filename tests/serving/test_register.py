@@ -29,7 +29,7 @@ from vllm_exl3.pack.names import NameResolver
 from vllm_exl3.serving import register as register_module
 from vllm_exl3.serving.config import Exl3Config
 
-FOLDERS = (env.CACHE, env.METRICS_FOLDER)
+PATHS = (env.CACHE, env.METRICS_FOLDER, env.EXPERTS_STATS)
 NUMBERS = (
     env.NATIVE_MOE_MAX_ROWS,
     env.NATIVE_MOE_MAX_ROWS_BY_BITS[3],
@@ -248,7 +248,7 @@ def test_each_pipeline_stage_misses_its_own_layers_only(
         config.verify_names()
 
 
-@pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable not in FOLDERS])
+@pytest.mark.parametrize("name", [variable.name for variable in env.VARIABLES if variable not in PATHS])
 def test_a_value_that_is_not_taken_stops_before_the_pack_is_opened(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "no such choice")
     with pytest.raises(ValueError, match=f"{name}='no such choice': expected"):
@@ -320,7 +320,7 @@ def test_batch_invariance_is_asked_for_as_vllm_reads_it(
     assert bool(unused()) is asked
 
 
-@pytest.mark.parametrize("variable", FOLDERS, ids=lambda variable: variable.name)
+@pytest.mark.parametrize("variable", PATHS, ids=lambda variable: variable.name)
 @pytest.mark.parametrize("value", ["{file}", "{file}/below", "~no-such-user/folder"])
 def test_a_folder_that_cannot_be_one_stops_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: env.Variable[str], value: str
