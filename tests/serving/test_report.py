@@ -56,7 +56,13 @@ def test_a_layer_that_no_longer_exists_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(
     ("version", "shown"),
-    [("1.6.5", "exllamav3 1.6.5"), ("vllm-exl3 0.1.0", "quantizer  vllm-exl3 0.1.0"), (None, "quantizer  unknown")],
+    [
+        ("1.6.5", "exllamav3 1.6.5"),
+        ("vllm-exl3 0.1.0", "quantizer  vllm-exl3 0.1.0"),
+        (None, "quantizer  unknown"),
+        (1.5, "exllamav3 1.5"),
+        ([], "quantizer  []"),
+    ],
 )
 def test_the_report_names_the_writer_and_why_layers_are_dense(version: str | None, shown: str) -> None:
     report = Report()

@@ -282,11 +282,10 @@ def runtime_diagnostics() -> dict[str, object]:
     return {"version": __version__, "models": [report.as_dict() for report in _reports], "calls": calls}
 
 
-def _quantizer(version: str | None) -> str:
+def _quantizer(version: object) -> str:
     """Who wrote the pack: exllamav3 states its bare version, others put their name before theirs."""
-    if version is None:
-        return "unknown"
-    return f"exllamav3 {version}" if version[:1].isdigit() else version
+    text = "" if version is None else str(version)  # whatever the JSON holds in its place
+    return f"exllamav3 {text}" if text[:1].isdigit() else text or "unknown"
 
 
 def _tiers(placement: Mapping[str, Any]) -> str:
