@@ -4,9 +4,9 @@
     python benchmarks/cpu_moe.py [--tokens 1 8 32 128] [--shape 2048x768] [--experts 128] [--top-k 8] [--write]
 
 Both ways take turns, with another routing at every turn; the layer exceeds the caches. One thread is measured in CPU
-time, which other work on the machine changes little: the least of some turns. All threads are measured in wall time: one
-token as the least of hundreds of turns, among which some had the processors to themselves, more tokens only where others
-kept at most a quarter of a processor busy.
+time, which other work on the machine changes little: the least of some turns. All threads are measured in wall time:
+one token as the least of hundreds of turns, among which some had the processors to themselves, more tokens only where
+others kept at most a quarter of a processor busy.
 """
 
 import argparse
