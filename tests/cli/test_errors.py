@@ -142,7 +142,7 @@ def test_a_source_of_the_demo_that_is_not_there_is_named_whatever_the_cache_has(
 @pytest.mark.parametrize("command", [*COMMANDS, ["embed-quant"]], ids=" ".join)
 def test_paragraphs_of_help_fill_their_lines(command: list[str]) -> None:
     shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
-    lines = shown.partition("╭")[0].splitlines()
+    lines = re.split(r"^(?:Arguments|Options|Commands):", shown, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
     for line, following in itertools.pairwise(lines):
         if line.strip() and following.strip():
             assert len(line.rstrip()) + 1 + len(following.split()[0]) >= 79, line

@@ -28,7 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # the one that wraps every paragraph of a help text anew
+    rich_markup_mode=None,  # Rich's tables cut long options, and name a type for those that take no value
 )
 
 
@@ -42,15 +42,15 @@ def version(
         raise typer.Exit
 
 
-app.command()(inspect)
-app.command()(reindex)
-app.command()(plan)
-app.command()(verify)
-app.command()(demo)
-app.command()(embed_quant)
-app.command()(precompile)
-app.command()(doctor)
-app.add_typer(bench, name="bench")
+app.command(short_help="what a pack holds, and whether it can be served")(inspect)
+app.command(short_help="a new index for a pack whose index is wrong")(reindex)
+app.command(short_help="whether a pack fits, how fast it may be, the command")(plan)
+app.command(short_help="whether contents are sound, and how good a pack is")(verify)
+app.command(short_help="quantize a small model, serve it, ask it")(demo)
+app.command(short_help="a pack with a quantized token embedding")(embed_quant)
+app.command(short_help="compile the GPU kernels before a server starts")(precompile)
+app.command(short_help="check this machine, and every kernel on it")(doctor)
+app.add_typer(bench, name="bench", short_help="measure kernels, servers and loading on this machine")
 
 
 def main() -> None:

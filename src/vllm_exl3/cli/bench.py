@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["bench", "bit_rates", "code_of"]
 
 bench = typer.Typer(
-    help="Measure kernels on this machine's GPU, and servers and loading on any machine.", no_args_is_help=True
+    help="Measure kernels on this machine's GPU, and servers and loading on any machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -25,13 +27,13 @@ def _bench() -> None:
     """Measure kernels on this machine's GPU, and servers and loading on any machine."""
 
 
-bench.command()(kv)
-bench.command()(moe)
-bench.command()(load)
-bench.command()(serve)
+bench.command(short_help="attention over long contexts, int4 KV cache against fp8")(kv)
+bench.command(short_help="routed experts, against reading their weights")(moe)
+bench.command(short_help="how long a server takes to load a pack")(load)
+bench.command(short_help="tokens a second and memory of packs and other models")(serve)
 
 
-@bench.command()
+@bench.command(short_help="linear layers, against cuBLAS and the limit")
 def linear(
     shape: Annotated[
         list[str] | None,

@@ -13,7 +13,8 @@ __all__ = ["plan"]
 def plan(
     pack: Annotated[str, typer.Argument(help="A folder, or a Hub repository such as owner/name.")],
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of each GPU, such as 24GiB; of unequal ones 24GiB,12GiB.")
+        str | None,
+        typer.Option(help="Memory of each GPU, such as 24GiB; of unequal ones 24GiB,12GiB; otherwise that of --gpu."),
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory that weights may take, such as 128GiB.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs.")] = None,
@@ -27,14 +28,16 @@ def plan(
         int | None, typer.Option(min=1, help="Sequences at once; otherwise vLLM's default.")
     ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1.0, help="As vLLM takes it.")] = 0.92,
-    gpu: Annotated[str | None, typer.Option(help="GPU model, such as 'RTX 4090', or cpu; for speeds.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU model, such as 'RTX 4090', for speeds; or cpu, with --host-memory.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, with --gpu cpu.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, such as 4.0bpw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say whether a pack fits on given GPUs, what is left for the KV cache, how fast it may be, and the command.
 
-    The exit status is 1 when it does not fit. Speeds are estimates.
+    Needs --gpu-memory, --gpu or both. The exit status is 1 when it does not fit. Speeds are estimates.
     """
     from vllm_exl3.cli.inspect import say_unused
     from vllm_exl3.pack.pack import Pack

@@ -13,8 +13,10 @@ _SAMPLES = 3
 def reindex(pack: Annotated[Path, typer.Argument(help="Folder of the pack.")]) -> None:
     """Write an index that names every tensor of PACK's files, beside the old one and never over it.
 
-    vLLM reads only files that model.safetensors.index.json names, so one of another revision loses tensors. Reads
-    headers only. The exit status is 1 when the old index lists tensors that no file holds.
+    vLLM reads only files that model.safetensors.index.json names, so one of another revision loses tensors. The new
+    one is model.safetensors.index.json.new; it comes into use when you rename it, by the command that is printed.
+    Where there is no old index it takes the name itself. Reads headers only. The exit status is 1 when the old index
+    lists tensors that no file holds.
     """
     from vllm_exl3.pack.files import INDEX
     from vllm_exl3.pack.wording import counted

@@ -13,13 +13,17 @@ def verify(
     against: Annotated[str | None, typer.Option(help="The 16-bit model: a folder, or a Hub repository.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text for KL, top-1 and perplexity; needs --against.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of the text to use.", min=512)] = 8192,
-    compare: Annotated[list[str] | None, typer.Option(help="Another pack, GGUF file or folder; repeatable.")] = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Measure another pack, GGUF file or folder, too; repeatable; needs --text.")
+    ] = None,
     backends: Annotated[bool, typer.Option(help="Decode a sample with every backend of this machine.")] = True,
     canary: Annotated[
         bool, typer.Option("--canary", help="Serve two prompts with vLLM twice, compare tokens.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
-    card: Annotated[Path | None, typer.Option(help="Write a card (Markdown, JSON, pictures) to this folder.")] = None,
+    card: Annotated[
+        Path | None, typer.Option(help="Write a card (Markdown, JSON, pictures) to this folder; needs --text.")
+    ] = None,
 ) -> None:
     """Check what a pack's tensors contain: every byte, in one pass; with --against also how good it is.
 
