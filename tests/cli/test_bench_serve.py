@@ -51,6 +51,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         count = body["max_tokens"] - (mode == "short")
+        # As vLLM does: the first chunk repeats the prompt.
+        self._send({"choices": [{"text": "", "token_ids": [], "prompt_token_ids": body["prompt"]}]})
+        if mode == "babbles":
+            self.wfile.write(b"data: {\\n\\n")
         for number in range(0, count, 2):  # two tokens a chunk, as with speculative decoding
             time.sleep(0.01)
             ids = [1] * min(2, count - number)
@@ -111,6 +115,7 @@ def test_two_models_side_by_side(fake: Path, tmp_path: Path) -> None:
         ("dies", "status 1"),
         ("refuses", 'the server answered 400: {"error": "too long for this server"}'),
         ("short", "an answer of 4 tokens, where 5 were asked for"),
+        ("babbles", "something other than JSON objects: {"),
     ],
 )
 def test_a_server_that_fails_is_reported(fake: Path, monkeypatch: pytest.MonkeyPatch, mode: str, said: str) -> None:
@@ -134,9 +139,56 @@ def test_what_was_measured_before_a_failure_is_kept(
     assert {row["model"] for row in json.loads(file.read_text())["rows"]} == {PACK.name}
 
 
+def test_long_prompts_and_more_clients_than_requests(fake: Path) -> None:
+    """A prompt of 40,000 tokens comes back in one line of more than 128 KiB."""
+    options = ["--concurrency", 3, "--requests", 1, "--prompt", 40_000, "--output", 3, "--rounds", 1]
+    result = _bench("serve", PACK, *options)
+    assert result.exit_code == 0 and "40000 tokens in" in result.output, result.output
+
+
+def test_two_at_once_have_a_log_each(tmp_path: Path) -> None:
+    from vllm_exl3.bench.served import _own_log
+
+    label = "ä" * 120
+    with _own_log(tmp_path, label) as one, _own_log(tmp_path, label) as other, _own_log(tmp_path, "o/n"):
+        assert one != other
+    with _own_log(tmp_path, label) as again:
+        assert again == one
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SystemExit(143), ValueError("a fault")])
+def test_whatever_ends_a_run_the_rows_until_then_are_written(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = {"subject": "start", "model": "x", "ready_s": 1.0, "host_peak_bytes": 1}
+
+    def measure(model: str, *_: object, **__: object) -> list[dict[str, object]]:
+        if model == str(OTHER):
+            raise error
+        return [row]
+
+    monkeypatch.setattr("vllm_exl3.bench.serve.measure_model", measure)
+    file = tmp_path / "results.json"
+    result = _bench("serve", PACK, "--against", OTHER, "--json", file)
+    assert result.exit_code == (143 if isinstance(error, SystemExit) else 1)
+    assert json.loads(file.read_text())["rows"] == [row]
+
+
+@pytest.mark.parametrize("config", ["[]", "{", "5", '{"vocab_size": null}', '{"text_config": 5}', '{"vocab_size": -1}'])
+def test_a_configuration_that_says_nothing(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    result = _bench("serve", tmp_path)
+    assert isinstance(result.exception, Exl3PackError) and str(tmp_path) in result.exception.where
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["serve", PACK, "--prompt", "1e30"], "expected numbers with commas between"),
+        (["serve", PACK, "--output", 10**30], "expected numbers below"),
+        (["serve", PACK, "--concurrency", 10**9], "tokens in all prompts"),
+        (["serve", PACK, "--requests", 10**30], "tokens in all prompts"),
         (["serve", PACK, "--concurrency", "1,x"], "expected numbers with commas between"),
         (["serve", PACK, "--output", "0"], "expected at least 1"),
         (["serve", PACK, "--vllm", "'"], "No closing quotation"),

@@ -276,3 +276,50 @@ def test_a_card_that_is_too_small_says_what_helps(llama: Pack) -> None:
 
     assert "lack" in card_line(llama, 8) and "--kv-cache-dtype" in card_line(llama, 12)
     assert isinstance(make_plan(llama, wish(8)), Plan)
+
+
+_ENORMOUS = 10**400
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        (["--gpu-memory", f"{_ENORMOUS}GiB"], 2, "expected an amount of memory"),
+        (["--gpu-memory", "24", "--host-memory", f"{_ENORMOUS}"], 2, "expected an amount of memory"),
+        (["--gpu-memory", "0.0000000001"], 2, "expected an amount of memory"),
+        (["--gpu-memory", "nan"], 2, "expected an amount of memory"),
+        (["--gpu-memory", "24", "--kv-cache-dtype", "nonsense"], 1, "nonsense is not modelled"),
+        (["--gpu-memory", "24", "--gpu-memory-utilization", "nan"], 2, ""),
+        (["--gpu-memory", "24", "--max-model-len", str(_ENORMOUS)], 2, "a context"),
+        (["--gpu-memory", "24", "--max-num-seqs", str(_ENORMOUS)], 2, "sequences"),
+        (["--gpu-memory", "24", "--gpus", str(10**9), "--tp", "1"], 1, "1000000000 pipeline stages for 2 decoder"),
+        (["--gpu-memory", "24,12,8"], 1, "3 pipeline stages for 2 decoder layers"),
+        (["--gpu-memory", "24", "--gpus", str(_ENORMOUS)], 2, "GPUs"),
+        (["--gpu", "cpu", "--host-memory", "8", "--threads", str(_ENORMOUS)], 2, "threads"),
+        (["--gpu", "cpu", "--host-memory", "8", "--max-model-len", str(10**30)], 2, "a context"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_numbers_out_of_range(options: list[str], status: int, says: str, as_json: bool) -> None:
+    result = CliRunner().invoke(app, ["plan", str(PHI3), *options, *["--json"] * as_json], env={"COLUMNS": "200"})
+    assert result.exit_code == status and says in result.output, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    if status == 1 and as_json:
+        found = json.loads(result.output)
+        assert not found["fits"] and found["command"] is None and found["advice"]
+
+
+def test_a_context_that_no_config_means(llama: Pack) -> None:
+    config = dict(llama.config)
+    try:
+        llama.config |= {"max_position_embeddings": _ENORMOUS}  # type: ignore[operator]
+        plan = make_plan(llama, wish(24))
+        assert not plan.fits and list(advice(llama, plan))
+        assert not make_cpu_plan(llama, 64 * GIB).fits
+    finally:
+        llama.config |= config  # type: ignore[operator]
+
+
+def test_the_command_for_a_cpu_can_be_pasted(tmp_path: Path) -> None:
+    made = make_cpu_plan(Pack.open(PHI3), 8 * GIB)
+    assert "vllm serve 'my packs/a' --max-model-len" in made.command("my packs/a")

@@ -4,8 +4,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -99,7 +100,7 @@ async def _drive(url: str, model: str, vocabulary: int, load: Load, seed: int, d
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(load.concurrency):
+                for _ in range(min(load.concurrency, load.requests)):
                     group.create_task(client(session))
         except* (aiohttp.ClientError, TimeoutError, LoadError) as errors:
             raise _first(errors) from None
@@ -123,15 +124,11 @@ async def _request(
     async with session.post(url, json=body) as answer:
         if answer.status != 200:
             raise LoadError(f"the server answered {answer.status}: {(await answer.text())[:500]}")
-        async for line in answer.content:
-            data = line.strip().removeprefix(b"data: ")
-            if not data or data == b"[DONE]":
-                continue
-            chunk = json.loads(data)
+        async for chunk in _chunks(answer.content):
             if "error" in chunk:
                 raise LoadError(f"the server broke off: {json.dumps(chunk['error'])[:500]}")
             reported = (chunk.get("usage") or {}).get("completion_tokens", reported)
-            count = sum(len(choice.get("token_ids") or ()) for choice in chunk["choices"])
+            count = sum(len(choice.get("token_ids") or ()) for choice in chunk.get("choices") or ())
             if not count:
                 continue
             now = time.perf_counter()
@@ -145,3 +142,34 @@ async def _request(
     timing.first.append(first)
     timing.between += between
     timing.tokens += tokens
+
+
+async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, whatever their length: the first one repeats the ids of the prompt.
+
+    Raises:
+        LoadError: one is no JSON object.
+    """
+    async for line in _lines(content):
+        data = line.strip().removeprefix(b"data: ")
+        if not data or data == b"[DONE]":
+            continue
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise LoadError(f"the server sent something other than JSON objects: {data[:200].decode(errors='replace')}")
+        yield chunk
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; aiohttp's own iterator refuses those above 128 KiB."""
+    begun: list[bytes] = []
+    async for part in content.iter_any():
+        *ends, rest = part.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun = []
+        begun.append(rest)
+    yield b"".join(begun)

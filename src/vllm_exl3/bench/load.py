@@ -65,8 +65,9 @@ def measure_loading(
         console: where to say what is done.
 
     Returns:
-        One row: ``weights_s`` (vLLM's own "Loading weights took" of the slowest rank), ``gbps`` (the files' bytes by
-        it), ``ready_s`` (until the server answers), ``read_share_each`` (how much of the files came from disk).
+        One row: ``weights_s`` (vLLM's own "Loading weights took" of the slowest rank), ``gbps`` (the bytes of the
+        safetensors files by it, where there are any), ``ready_s`` (until the server answers), ``read_share_each`` (how
+        much of the files came from disk).
 
     Raises:
         ServerError: the server did not start.
@@ -92,6 +93,7 @@ def measure_loading(
     row["read_share_each"] = [round(share, 3) for share in read]
     if len(weights) == rounds:
         row |= measured("weights_s", weights)
+    if len(weights) == rounds and nbytes:
         # vLLM logs hundredths of a second.
         row |= measured("gbps", (nbytes / 1e9 / max(seconds, 0.005) for seconds in weights))
     return row

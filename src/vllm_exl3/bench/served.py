@@ -1,7 +1,8 @@
 """Stock ``vllm serve`` for one model, started, watched and ended."""
 
 import contextlib
-import json
+import fcntl
+import itertools
 import os
 import shlex
 import tempfile
@@ -17,6 +18,8 @@ from vllm_exl3.bench.memory import Peak
 from vllm_exl3.demo.server import Server, ServerError, choose_port, vllm_command
 from vllm_exl3.env import user_cache
 from vllm_exl3.pack.errors import Exl3PackError
+from vllm_exl3.pack.metadata import parse_object, text_config
+from vllm_exl3.plan.shapes import number
 from vllm_exl3.processors import allowed_set
 
 __all__ = ["NAME", "Served", "label_of", "local_folder", "model_config", "served", "vocabulary_of"]
@@ -46,7 +49,7 @@ class Served:
 
 def local_folder(model: str) -> Path | None:
     """The folder that a model's name stands for, or None where it is a repository."""
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     return folder if folder.exists() else None
 
 
@@ -68,11 +71,9 @@ def model_config(model: str) -> dict[str, Any]:
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
             raise _no_model(model, f"no such folder, and no such repository ({type(error).__name__})") from error
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return parse_object(path.read_bytes(), str(path))
     except OSError as error:
         raise _no_model(model, f"no config.json ({error.strerror})") from error
-    except ValueError as error:
-        raise _no_model(model, f"a config.json that is no JSON ({error})") from error
 
 
 def vocabulary_of(model: str, config: dict[str, Any]) -> int:
@@ -81,8 +82,8 @@ def vocabulary_of(model: str, config: dict[str, Any]) -> int:
     Raises:
         Exl3PackError: the configuration does not say it.
     """
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if not isinstance(size, int):
+    size = number(config, "vocab_size") or number(text_config(config), "vocab_size")
+    if not size:
         raise _no_model(model, "a config.json without vocab_size")
     return size
 
@@ -132,9 +133,8 @@ def served(
     console.print(f"vllm {shlex.join(command[1:])}", style="dim", markup=False, highlight=False, soft_wrap=True)
     peak = Peak()
     chips = allowed_set() if peak.gpu is None else None  # see `Server`
-    log = user_cache() / "bench" / f"{label_of(model).replace('/', '--')}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     with (
+        _own_log(user_cache() / "bench", label_of(model)) as log,
         _environment(on_cpu=chips is not None) as environment,
         Server(command, port=chosen, log=log, environment=environment, processors=chips) as server,
     ):
@@ -147,6 +147,22 @@ def served(
 
             server.wait_healthy(patience, watch)
         yield Served(server, time.monotonic() - start, peak)
+
+
+@contextlib.contextmanager
+def _own_log(folder: Path, label: str) -> Iterator[Path]:
+    """A file for a server's log, which stays; a second server of that label at the same time gets a numbered one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = os.fsdecode(os.fsencode(label.replace("/", "--"))[:200])
+    for place in itertools.count(1):
+        path = folder / (f"{name}.log" if place == 1 else f"{name}-{place}.log")
+        with path.open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield path
+            return
 
 
 @contextlib.contextmanager

