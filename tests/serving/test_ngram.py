@@ -113,7 +113,9 @@ def test_the_table_is_dropped_from_vllm_s_weights(tmp_path: Path) -> None:
 def test_a_table_that_no_layer_asks_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Exl3Config({})
     config.maybe_update_config(str(model.write_pack(tmp_path)))
-    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: SimpleNamespace(world_size=1, is_last_rank=True))
+    monkeypatch.setattr(
+        "vllm.distributed.get_pp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0, is_last_rank=True)
+    )
     monkeypatch.setattr(config._vocabulary, "attach_head", lambda: None)
     for key in config.pack.linears:
         config.resolve(key)

@@ -63,19 +63,19 @@ def linear(x: torch.Tensor, layer: tuple[torch.Tensor, ...], shards: list[Shard]
 
 def mlp(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, up: Any, down: Any) -> Any:
     """A layer's second half: both of its linears have something before them."""
-    x, residual = vllm.ir.ops.fused_add_rms_norm(x, residual, norm, 1e-5)
+    x, residual = vllm.ir.ops.fused_add_rms_norm.torch_op(x, residual, norm, 1e-5)
     x = SiluAndMul.forward_native(linear(x, up, PAIR))
     return linear(x, down, ONE), residual
 
 
 def first(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, up: Any, down: Any) -> Any:
     """A model's first norm, which adds nothing."""
-    return linear(vllm.ir.ops.rms_norm(x, norm, 1e-5), up, PAIR), residual
+    return linear(vllm.ir.ops.rms_norm.torch_op(x, norm, 1e-5), up, PAIR), residual
 
 
 def shared(x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, up: Any, down: Any) -> Any:
     """The norm is read by a second layer, such as a router."""
-    normed, residual = vllm.ir.ops.fused_add_rms_norm(x, residual, norm, 1e-5)
+    normed, residual = vllm.ir.ops.fused_add_rms_norm.torch_op(x, residual, norm, 1e-5)
     return linear(normed, up, PAIR), residual + normed
 
 
