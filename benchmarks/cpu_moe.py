@@ -3,14 +3,14 @@
 
     python benchmarks/cpu_moe.py [--tokens 1 8 32 128] [--shape 2048x768] [--experts 128] [--top-k 8] [--write]
 
-Both ways take turns, with another routing at every turn; the layer exceeds the caches. One thread is measured in CPU time,
-which other work on the machine changes little, all threads in wall time: the least of some turns in both, since others
-only ever take time away. Rows say how many processors others kept busy meanwhile.
+Both ways take turns, with another routing at every turn; the layer exceeds the caches. One thread is measured in CPU
+time, which other work on the machine changes little: the least of some turns. All threads are measured in wall time:
+one token as the least of hundreds of turns, among which some had the processors to themselves, more tokens only where
+others kept at most a quarter of a processor busy. Results are written kind by kind, each in place of its earlier rows.
 """
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from cpu_linear import read_bandwidth
 
 from vllm_exl3.cpu import backend
 from vllm_exl3.cpu.context import Context
@@ -28,19 +27,18 @@ from vllm_exl3.ops.experts import pack_table, projection_kinds
 from vllm_exl3.ops.moe import MoECall
 from vllm_exl3.ops.moe_by_expert import grouped_experts
 from vllm_exl3.pack.stored import Codebook
-from vllm_exl3.processors import allowed, busy_by_others
+from vllm_exl3.processors import allowed, busy_by_others, measure_others
 from vllm_exl3.tools.expert_layout import lay_out_experts
 from vllm_exl3.tools.results import write_results
 
 RESULTS = Path(__file__).parent / "results" / "cpu" / "cpu_moe.json"
-KINDS = [
-    *((bits, Codebook.MUL1) for bits in (2, 3, 4, 6, 8)),
-    *((bits, Codebook.MCG) for bits in (2, 4)),
-    (4, Codebook.INST3),
-]
+KINDS = [*((bits, Codebook.MUL1) for bits in (2, 3, 4, 6)), (4, Codebook.MCG), (4, Codebook.INST3)]
 ROUTINGS = 16
-TURNS = {1: 300, 8: 60, 32: 30}
-"""Turns by the most tokens that have as many; others have 15."""
+TURNS = {1: 300, 8: 40, 32: 16}
+"""Turns by the most tokens that have as many; others have 6."""
+
+IDLE = 0.25
+"""Processors that others may keep busy beside all threads and several tokens."""
 
 Clock = Callable[[], float]
 
@@ -66,22 +64,9 @@ class Layer:
         for _ in range(ROUTINGS):
             chosen = torch.rand((tokens, self.experts), generator=generator).topk(self.top_k)
             weights = chosen.values / chosen.values.sum(dim=1, keepdim=True)
-            found.append(
-                MoECall(
-                    weights,
-                    chosen.indices.int(),
-                    None,
-                    *self.tensors,
-                    self.table,
-                    self.kinds,
-                    self.intermediate,
-                    "swiglu",
-                    1.0,
-                    0.0,
-                    math.inf,
-                    False,
-                )  # fmt: skip
-            )
+            routing = (weights, chosen.indices.int(), None)
+            activation = ("swiglu", 1.0, 0.0, math.inf, False)
+            found.append(MoECall(*routing, *self.tensors, self.table, self.kinds, self.intermediate, *activation))
         return found
 
     def weights(self, call: MoECall) -> int:
@@ -95,7 +80,7 @@ def compare(layer: Layer, tokens: int, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     x = torch.randn(tokens, layer.hidden).bfloat16()
     calls, out = layer.calls(tokens), torch.empty_like(x)
-    turns = next((count for most, count in TURNS.items() if tokens <= most), 15)
+    turns = next((count for most, count in TURNS.items() if tokens <= most), 6)
     with Context(threads) as context:
         made = [moe_struct(x, call, out, context) for call in calls]
         ways: dict[str, Callable[[int], object]] = {
@@ -133,25 +118,35 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu/cpu_moe.json")
     arguments = parser.parse_args()
     hidden, intermediate = map(int, arguments.shape.split("x"))
-    isa, bandwidth = library().exl3_isa().decode(), read_bandwidth()
-    print(f"{isa}, reads {bandwidth:.1f} GB/s", flush=True)
-    rows: list[dict[str, Any]] = [{"kernel": "read_bandwidth", "gbps": round(bandwidth, 1), "isa": isa}]
     shape = {"experts": arguments.experts, "top_k": arguments.top_k, "hidden": hidden, "intermediate": intermediate}
     for bits, codebook in KINDS:
         layer = Layer(bits, codebook, (hidden, intermediate), arguments.experts, arguments.top_k)
+        kind = {**shape, "bits": bits, "codebook": codebook.label}
+        rows: list[dict[str, Any]] = []
         for tokens in arguments.tokens:
             for threads in sorted({1, allowed()}):
-                for row in compare(layer, tokens, threads):
-                    rows.append({**shape, "bits": bits, "codebook": codebook.label, **row})
-                    print(
-                        f"{codebook.label:5s} K={bits} M={tokens:<4d}{threads} threads {row['kernel']:10s}{row['us']:9.0f} us, "
-                        f"{row['gweights']:6.2f} G weights/s, {row['over_by_expert']:.2f} x by expert, "
-                        f"others {row['others']}",
-                        flush=True,
-                    )
-    if arguments.write:
-        facts = {"time": "one thread: least CPU time; more: least wall time", "processors": os.cpu_count()}
-        write_results(RESULTS, rows, machine="cpu", command="python benchmarks/cpu_moe.py --write", facts=facts)
+                if threads > 1 and tokens > 1 and (measure_others() or 0) > IDLE:
+                    continue
+                rows += [{**kind, **row} for row in compare(layer, tokens, threads)]
+        for row in rows:
+            print(
+                f"{codebook.label:5s} K={bits} M={row['m']:<4d}{row['threads']} threads {row['kernel']:10s}"
+                f"{row['us']:9.0f} us, {row['gweights']:6.2f} G weights/s, "
+                f"{row['over_by_expert']:.2f} x by expert, others {row['others']}",
+                flush=True,
+            )
+        if arguments.write:
+            write_results(
+                RESULTS,
+                rows,
+                machine="cpu",
+                command="python benchmarks/cpu_moe.py --write",
+                replaces=lambda row, kind=kind: kind.items() <= row.items(),
+                facts={
+                    "isa": library().exl3_isa().decode(),
+                    "time": "one thread: least CPU time; more: least wall time",
+                },
+            )
 
 
 if __name__ == "__main__":
