@@ -213,7 +213,10 @@ PAGES: dict[str, Callable[[], str]] = {
         (linear_tables(load("h200/linear.json"), load("h200/marlin.json")), gemm_tables(load("h200/gemm.json")))
     ),
     "docs/kernels-cpu.md": lambda: cpu_tables(
-        *(load(f"cpu/{name}.json") for name in ("cpu_linear", "cpu_linear_isa", "cpu_encode_isa", "cpu_busy"))
+        *(
+            load(f"cpu/{name}.json")
+            for name in ("cpu_linear", "cpu_linear_isa", "cpu_moe", "cpu_encode_isa", "cpu_busy")
+        )
     ),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),
     "docs/support-matrix.md": lambda: gpu_tests(ROOT / "benchmarks/results/h200/tests.json"),
