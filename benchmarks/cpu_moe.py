@@ -6,12 +6,11 @@
 Both ways take turns, with another routing at every turn; the layer exceeds the caches. One thread is measured in CPU
 time, which other work on the machine changes little: the least of some turns. All threads are measured in wall time:
 one token as the least of hundreds of turns, among which some had the processors to themselves, more tokens only where
-others kept at most a quarter of a processor busy.
+others kept at most a quarter of a processor busy. Results are written kind by kind, each in place of its earlier rows.
 """
 
 import argparse
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +34,8 @@ from vllm_exl3.tools.results import write_results
 RESULTS = Path(__file__).parent / "results" / "cpu" / "cpu_moe.json"
 KINDS = [*((bits, Codebook.MUL1) for bits in (2, 3, 4, 6)), (4, Codebook.MCG), (4, Codebook.INST3)]
 ROUTINGS = 16
-TURNS = {1: 300, 8: 60, 32: 30}
-"""Turns by the most tokens that have as many; others have 15."""
+TURNS = {1: 300, 8: 40, 32: 16}
+"""Turns by the most tokens that have as many; others have 6."""
 
 IDLE = 0.25
 """Processors that others may keep busy beside all threads and several tokens."""
@@ -81,7 +80,7 @@ def compare(layer: Layer, tokens: int, threads: int) -> list[dict[str, Any]]:
     torch.set_num_threads(threads)
     x = torch.randn(tokens, layer.hidden).bfloat16()
     calls, out = layer.calls(tokens), torch.empty_like(x)
-    turns = next((count for most, count in TURNS.items() if tokens <= most), 15)
+    turns = next((count for most, count in TURNS.items() if tokens <= most), 6)
     with Context(threads) as context:
         made = [moe_struct(x, call, out, context) for call in calls]
         ways: dict[str, Callable[[int], object]] = {
@@ -119,29 +118,35 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/cpu/cpu_moe.json")
     arguments = parser.parse_args()
     hidden, intermediate = map(int, arguments.shape.split("x"))
-    rows: list[dict[str, Any]] = []
     shape = {"experts": arguments.experts, "top_k": arguments.top_k, "hidden": hidden, "intermediate": intermediate}
     for bits, codebook in KINDS:
         layer = Layer(bits, codebook, (hidden, intermediate), arguments.experts, arguments.top_k)
+        kind = {**shape, "bits": bits, "codebook": codebook.label}
+        rows: list[dict[str, Any]] = []
         for tokens in arguments.tokens:
             for threads in sorted({1, allowed()}):
                 if threads > 1 and tokens > 1 and (measure_others() or 0) > IDLE:
                     continue
-                for row in compare(layer, tokens, threads):
-                    rows.append({**shape, "bits": bits, "codebook": codebook.label, **row})
-                    print(
-                        f"{codebook.label:5s} K={bits} M={tokens:<4d}{threads} threads {row['kernel']:10s}"
-                        f"{row['us']:9.0f} us, {row['gweights']:6.2f} G weights/s, "
-                        f"{row['over_by_expert']:.2f} x by expert, others {row['others']}",
-                        flush=True,
-                    )
-    if arguments.write:
-        facts = {
-            "isa": library().exl3_isa().decode(),
-            "time": "one thread: least CPU time; more: least wall time",
-            "processors": os.cpu_count(),
-        }
-        write_results(RESULTS, rows, machine="cpu", command="python benchmarks/cpu_moe.py --write", facts=facts)
+                rows += [{**kind, **row} for row in compare(layer, tokens, threads)]
+        for row in rows:
+            print(
+                f"{codebook.label:5s} K={bits} M={row['m']:<4d}{row['threads']} threads {row['kernel']:10s}"
+                f"{row['us']:9.0f} us, {row['gweights']:6.2f} G weights/s, "
+                f"{row['over_by_expert']:.2f} x by expert, others {row['others']}",
+                flush=True,
+            )
+        if arguments.write:
+            write_results(
+                RESULTS,
+                rows,
+                machine="cpu",
+                command="python benchmarks/cpu_moe.py --write",
+                replaces=lambda row, kind=kind: kind.items() <= row.items(),
+                facts={
+                    "isa": library().exl3_isa().decode(),
+                    "time": "one thread: least CPU time; more: least wall time",
+                },
+            )
 
 
 if __name__ == "__main__":

@@ -23,9 +23,12 @@ SETS = {
 """How the documents call the instruction sets."""
 
 
-def cpu_tables(tokens: Results, linear: Results, encode: Results, busy: Results, demo: Results) -> str:
+def cpu_tables(
+    tokens: Results, linear: Results, experts: Results, encode: Results, busy: Results, demo: Results
+) -> str:
     """All tables of the page's measured part."""
-    return "\n".join([*_tokens(tokens), *_linears(linear), *_encoder(encode), *_busy(busy), *_demo(demo)])
+    parts = (_tokens(tokens), _linears(linear), _experts(experts), _encoder(encode), _busy(busy), _demo(demo))
+    return "\n".join(line for part in parts for line in part)
 
 
 def one_token_line(linear: Results) -> str:
@@ -102,6 +105,33 @@ def _linears(results: Results) -> list[str]:
                 table.append([SETS[isa], codebook.replace("3inst", "3INST"), *values])
         lines += _table([f"{threads} thread{'s'[: threads > 1]}", "codebook", *(f"K = {k:g}" for k in bits)], table)
     return lines
+
+
+def _experts(results: Results) -> list[str]:
+    """Routed experts, and how much faster than one linear after another."""
+    meta, rows = results["meta"], [row for row in results["rows"] if row["kernel"] == "native"]
+    shape = rows[0]
+    text = (
+        f"{shape['experts']} routed experts of {shape['hidden']} × {shape['intermediate']}, {shape['top_k']} a token, "
+        f"on an {meta['cpu']} (a virtual machine), {SETS[meta['isa']]}, {meta['date']} "
+        "(`benchmarks/results/cpu/cpu_moe.json`): µs per call, and in brackets how many times as fast as one linear "
+        "after another with PyTorch between them. One thread in CPU time, all in wall time, each as the least of many "
+        f"calls; others kept up to {_most(row.get('others') for row in rows):.1f} processors busy meanwhile. For one "
+        "token also thousand million weights a second."
+    )
+    kinds = list(dict.fromkeys((row["codebook"], row["bits"]) for row in rows))
+    cells = {(row["codebook"], row["bits"], row["m"], row["threads"]): row for row in rows}
+    columns = list(dict.fromkeys((row["m"], row["threads"]) for row in rows))
+    table = []
+    for codebook, bits in kinds:
+        line = [f"{codebook.replace('3inst', '3INST')} K = {bits:g}"]
+        for m, threads in columns:
+            row = cells.get((codebook, bits, m, threads))
+            rate = f", {row['gweights']:.1f} G/s" if row and m == 1 else ""
+            line.append(f"{row['us']:.0f} ({row['over_by_expert']:.2f}){rate}" if row else "")
+        table.append(line)
+    heads = [f"M = {m}, {threads} thread{'s'[: threads > 1]}" for m, threads in columns]
+    return [wrapped(text).rstrip("\n"), "", *_table(["", *heads], table)]
 
 
 def _encoder(results: Results) -> list[str]:

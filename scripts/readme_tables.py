@@ -216,7 +216,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/kernels-cpu.md": lambda: cpu_tables(
         *(
             load(f"cpu/{name}.json")
-            for name in ("cpu_linear", "cpu_linear_isa", "cpu_encode_isa", "cpu_busy", "cpu_demo")
+            for name in ("cpu_linear", "cpu_linear_isa", "cpu_moe", "cpu_encode_isa", "cpu_busy", "cpu_demo")
         )
     ),
     "docs/kv-cache.md": lambda: kv_tables(load("h200/kv.json")),

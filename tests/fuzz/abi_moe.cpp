@@ -121,6 +121,7 @@ void call_moe(Input& input) {
                flats[1].trellis, flats[1].suh, flats[1].svh, flats[1].bias};
     call.x = x.get(), call.ids = numbers.get(), call.weights = floats(weights), call.out = out.get();
     call.table = table.data();
+    const int64_t hidden = call.hidden, out_stride = call.out_stride;
     bool allowed = true, only_row = false;
     if (refused) {
         const int64_t expert = input.below(call.experts);
@@ -129,7 +130,7 @@ void call_moe(Input& input) {
     }
     // Rows of choices that name no expert are not written; as one with others they are not compared.
     const bool whole = !call.slots || std::all_of(ids.begin(), ids.end(), [&](int64_t id) { return id >= 0 && id < call.experts; });
-    const Output output{out.get(), allowed && whole ? rows : 0, call.hidden * width, call.out_stride * width, call.out_dtype};
+    const Output output{out.get(), allowed && whole ? rows : 0, hidden * width, out_stride * width, call.out_dtype};
     // The scalar code's activations have other bits where rotations are rounded otherwise, more so behind an exponential.
     const double tolerance = call.out_dtype == 0 ? 2e-3 : call.out_dtype == 1 ? 4e-3 : 2e-2;
     repeat(MOE, "exl3_moe", allowed, output, tamed && input.once_in(16) ? tolerance : -1, [&] { return exl3_moe(&call); });
