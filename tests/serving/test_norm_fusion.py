@@ -158,10 +158,11 @@ def test_nothing_is_changed_where_nothing_can_be_fused(counted: list[str], monke
     mine = object()
     compiled, eager = CompilationMode.VLLM_COMPILE, CompilationMode.NONE
     cases = [config([8192], {}, eager), config([8192], {"post_grad_custom_post_pass": mine}, compiled)]
-    for given in cases:
+    for given in (*cases, config(None, {}, compiled), config([], {}, compiled)):
         before = dict(given.compilation_config.inductor_compile_config)
+        endpoints = given.compilation_config.compile_ranges_endpoints
         fuse_into_linears(given)
-        assert given.compilation_config.compile_ranges_endpoints == [8192]
+        assert given.compilation_config.compile_ranges_endpoints == endpoints
         assert given.compilation_config.inductor_compile_config == before
     monkeypatch.setenv(env.FUSION.name, "0")
     given = config([8192], {}, compiled)

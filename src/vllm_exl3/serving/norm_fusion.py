@@ -47,10 +47,11 @@ def fuse_into_linears(config: VllmConfig | None) -> None:
     if _HOOK in options:
         logger.info("norms are not fused with EXL3 linears: the compilation config has a pass of its own")
         return
+    endpoints = compilation.compile_ranges_endpoints
+    if not endpoints:  # one graph for all numbers of tokens: ours would leave some without a graph
+        return
     options[_HOOK] = LinearFusionPass()
-    endpoints = compilation.compile_ranges_endpoints or []
-    most = max(endpoints, default=FUSED_ROWS.start)
-    new = [end for end in (FUSED_ROWS.start - 1, FUSED_ROWS.stop - 1) if end < most]
+    new = [end for end in (FUSED_ROWS.start - 1, FUSED_ROWS.stop - 1) if end < max(endpoints)]
     compilation.compile_ranges_endpoints = sorted({*endpoints, *new})
 
 
