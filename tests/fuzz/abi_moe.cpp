@@ -4,7 +4,7 @@
 namespace abi {
 namespace {
 
-constexpr int64_t HUGE_SIZES[] = {-1, 0, 129, -128, 1 << 20, int64_t(1) << 32, int64_t(1) << 62, INT64_MAX, INT64_MIN};
+constexpr int64_t HUGE_SIZES[] = {-1, 0, -127, -128, 1 << 20, int64_t(1) << 32, int64_t(1) << 62, INT64_MAX, INT64_MIN};
 
 // Contexts of some threads, made once: a process that starts threads at every call does little else.
 exl3_context* any_context(Input& input) {
