@@ -100,6 +100,12 @@ LESSONS = (
         "tests/pack/test_layers.py",
     ),
     (
+        "load",
+        "a version in quantization_config that is a number stopped the engine with a TypeError",
+        "the report takes any JSON value there",
+        "tests/serving/test_report.py",
+    ),
+    (
         "abi",
         "bit rates beyond 32 bits, crops that overflow, shards of two widths, an index beside ids that nothing checked",
         "the C interface checks every field itself",
