@@ -9,6 +9,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
+UTILIZATION = 0.92
+"""vLLM's default of ``--gpu-memory-utilization``."""
+
 
 def plan(
     pack: Annotated[str, typer.Argument(help="A folder, or a Hub repository such as owner/name.")],
@@ -26,7 +29,7 @@ def plan(
     max_num_seqs: Annotated[
         int | None, typer.Option(min=1, help="Sequences at once; otherwise vLLM's default.")
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1.0, help="As vLLM takes it.")] = 0.92,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1.0, help="As vLLM takes it.")] = UTILIZATION,
     gpu: Annotated[str | None, typer.Option(help="GPU model, such as 'RTX 4090', or cpu; for speeds.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, with --gpu cpu.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, such as 4.0bpw.")] = None,
@@ -38,14 +41,29 @@ def plan(
     """
     from vllm_exl3.cli.inspect import say_unused
     from vllm_exl3.pack.pack import Pack
+    from vllm_exl3.plan.cache import CACHE_TYPES
     from vllm_exl3.plan.gpus import find_gpu, gpu_by_memory
     from vllm_exl3.plan.serving_plan import Wish, make_plan
     from vllm_exl3.plan.sizes import GIB, parse_gib, parse_gibs
 
     say_unused(pack, revision)
+    on_cpu = gpu is not None and gpu.lower() == "cpu"
+    gpus_only = {
+        "--gpu-memory": gpu_memory is not None,
+        "--gpus": gpus is not None,
+        "--tp": tp is not None,
+        "--ep": ep,
+        "--kv-cache-dtype": kv_cache_dtype != "auto",
+        "--max-num-seqs": max_num_seqs is not None,
+        "--gpu-memory-utilization": gpu_memory_utilization != UTILIZATION,
+    }
+    _refuse_unused(gpus_only if on_cpu else {"--threads": threads is not None}, on_cpu)
+    if kv_cache_dtype not in CACHE_TYPES:
+        raise typer.BadParameter(
+            f"{kv_cache_dtype}: expected one of {', '.join(CACHE_TYPES)}", param_hint="--kv-cache-dtype"
+        )
     try:
         host = parse_gib(host_memory) if host_memory is not None else None
-        on_cpu = gpu is not None and gpu.lower() == "cpu"
         model = find_gpu(gpu) if gpu is not None and not on_cpu else None
         if gpu_memory is not None:
             sizes = parse_gibs(gpu_memory)
@@ -76,13 +94,25 @@ def plan(
 
         from vllm_exl3.plan.as_data import plan_as_data
 
-        typer.echo(json.dumps(plan_as_data(opened, made, revision), indent=2))
+        typer.echo(json.dumps(plan_as_data(opened, made, revision) | {"gpu_assumed": model is None}, indent=2))
     else:
         from vllm_exl3.cli.plan_text import print_plan
 
-        print_plan(opened, made, revision)
+        print_plan(opened, made, revision, assumed=model is None)
     if not made.fits:
         raise typer.Exit(1)
+
+
+def _refuse_unused(given: dict[str, bool], on_cpu: bool) -> None:
+    """Refuse options that this kind of plan does not take.
+
+    Args:
+        given: by option, whether it was given.
+        on_cpu: whether the plan is of a CPU.
+    """
+    if unused := [option for option, present in given.items() if present]:
+        reason = "with --gpu cpu" if on_cpu else "without --gpu cpu"
+        raise typer.BadParameter(f"{unused[0]} has no effect {reason}: leave it out", param_hint=unused[0])
 
 
 def _print_cpu(pack: "Pack", host: int, threads: int | None, length: int | None, as_json: bool) -> None:
