@@ -9,9 +9,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-UTILIZATION = 0.92
-"""vLLM's default of ``--gpu-memory-utilization``."""
-
 
 def plan(
     pack: Annotated[str, typer.Argument(help="A folder, or a Hub repository such as owner/name.")],
@@ -29,7 +26,7 @@ def plan(
     max_num_seqs: Annotated[
         int | None, typer.Option(min=1, help="Sequences at once; otherwise vLLM's default.")
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1.0, help="As vLLM takes it.")] = UTILIZATION,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1.0, help="As vLLM takes it.")] = 0.92,
     gpu: Annotated[str | None, typer.Option(help="GPU model, such as 'RTX 4090', or cpu; for speeds.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, with --gpu cpu.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, such as 4.0bpw.")] = None,
@@ -43,7 +40,7 @@ def plan(
     from vllm_exl3.pack.pack import Pack
     from vllm_exl3.plan.cache import CACHE_TYPES
     from vllm_exl3.plan.gpus import find_gpu, gpu_by_memory
-    from vllm_exl3.plan.serving_plan import Wish, make_plan
+    from vllm_exl3.plan.serving_plan import UTILIZATION, Wish, make_plan
     from vllm_exl3.plan.sizes import GIB, parse_gib, parse_gibs
 
     say_unused(pack, revision)
