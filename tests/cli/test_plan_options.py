@@ -46,13 +46,6 @@ def test_options_of_a_cpu_are_accepted() -> None:
     assert code == 0 and "with 4 threads" in said and "contexts of 1,024" in said, said
 
 
-@pytest.mark.parametrize("name", ["Q4", "fp16"])
-def test_an_unknown_cache_type_is_no_lack_of_memory(name: str) -> None:
-    code, said = _plan("--gpu-memory", "24GiB", "--kv-cache-dtype", name)
-    assert code == 2 and "int4_per_token_head" in said and "--kv-cache-dtype" in said, said
-    assert "Does not fit" not in said
-
-
 @pytest.mark.parametrize("memory", ["8GiB", "24GiB", "141GiB"])
 def test_a_gpu_taken_for_its_memory_is_called_assumed(memory: str) -> None:
     code, said = _plan("--gpu-memory", memory)

@@ -38,7 +38,6 @@ def plan(
     """
     from vllm_exl3.cli.inspect import say_unused
     from vllm_exl3.pack.pack import Pack
-    from vllm_exl3.plan.cache import CACHE_TYPES
     from vllm_exl3.plan.gpus import find_gpu, gpu_by_memory
     from vllm_exl3.plan.serving_plan import UTILIZATION, Wish, make_plan
     from vllm_exl3.plan.sizes import GIB, parse_gib, parse_gibs
@@ -55,10 +54,6 @@ def plan(
         "--gpu-memory-utilization": gpu_memory_utilization != UTILIZATION,
     }
     _refuse_unused(gpus_only if on_cpu else {"--threads": threads is not None}, on_cpu)
-    if kv_cache_dtype not in CACHE_TYPES:
-        raise typer.BadParameter(
-            f"{kv_cache_dtype}: expected one of {', '.join(CACHE_TYPES)}", param_hint="--kv-cache-dtype"
-        )
     try:
         host = parse_gib(host_memory) if host_memory is not None else None
         model = find_gpu(gpu) if gpu is not None and not on_cpu else None
