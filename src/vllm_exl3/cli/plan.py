@@ -42,13 +42,23 @@ def plan(
     from vllm_exl3.cli.inspect import say_unused
     from vllm_exl3.pack.pack import Pack
     from vllm_exl3.plan.gpus import find_gpu, gpu_by_memory
-    from vllm_exl3.plan.serving_plan import Wish, make_plan
+    from vllm_exl3.plan.serving_plan import UTILIZATION, Wish, make_plan
     from vllm_exl3.plan.sizes import GIB, parse_gib, parse_gibs
 
     say_unused(pack, revision)
+    on_cpu = gpu is not None and gpu.lower() == "cpu"
+    gpus_only = {
+        "--gpu-memory": gpu_memory is not None,
+        "--gpus": gpus is not None,
+        "--tp": tp is not None,
+        "--ep": ep,
+        "--kv-cache-dtype": kv_cache_dtype != "auto",
+        "--max-num-seqs": max_num_seqs is not None,
+        "--gpu-memory-utilization": gpu_memory_utilization != UTILIZATION,
+    }
+    _refuse_unused(gpus_only if on_cpu else {"--threads": threads is not None}, on_cpu)
     try:
         host = parse_gib(host_memory) if host_memory is not None else None
-        on_cpu = gpu is not None and gpu.lower() == "cpu"
         model = find_gpu(gpu) if gpu is not None and not on_cpu else None
         if gpu_memory is not None:
             sizes = parse_gibs(gpu_memory)
@@ -82,13 +92,25 @@ def plan(
 
         from vllm_exl3.plan.as_data import plan_as_data
 
-        typer.echo(json.dumps(plan_as_data(opened, made, revision), indent=2))
+        typer.echo(json.dumps(plan_as_data(opened, made, revision) | {"gpu_assumed": model is None}, indent=2))
     else:
         from vllm_exl3.cli.plan_text import print_plan
 
-        print_plan(opened, made, revision)
+        print_plan(opened, made, revision, assumed=model is None)
     if not made.fits:
         raise typer.Exit(1)
+
+
+def _refuse_unused(given: dict[str, bool], on_cpu: bool) -> None:
+    """Refuse options that this kind of plan does not take.
+
+    Args:
+        given: by option, whether it was given.
+        on_cpu: whether the plan is of a CPU.
+    """
+    if unused := [option for option, present in given.items() if present]:
+        reason = "with --gpu cpu" if on_cpu else "without --gpu cpu"
+        raise typer.BadParameter(f"{unused[0]} has no effect {reason}: leave it out", param_hint=unused[0])
 
 
 def _print_cpu(pack: "Pack", host: int, threads: int | None, length: int | None, as_json: bool) -> None:

@@ -13,10 +13,19 @@ from vllm_exl3.plan.serving_plan import Plan, Rank
 __all__ = ["print_cpu_plan", "print_plan"]
 
 
-def print_plan(pack: Pack, plan: Plan, revision: str | None = None) -> None:
-    """Print everything that a plan found."""
+def print_plan(pack: Pack, plan: Plan, revision: str | None = None, *, assumed: bool = False) -> None:
+    """Print everything that a plan found.
+
+    Args:
+        pack: the pack.
+        plan: its plan.
+        revision: the revision that was given, for the command.
+        assumed: the GPU model stands in for an unnamed one of this memory, so that speeds are of a model that the
+            user may not have.
+    """
     wish = plan.wish
-    said = f"{counted(wish.gpus, 'GPU')} ({wish.gpu.name}), contexts of {plan.length:,} tokens"
+    model = f"{wish.gpu.name}, assumed: name yours with --gpu" if assumed else wish.gpu.name
+    said = f"{counted(wish.gpus, 'GPU')} ({model}), contexts of {plan.length:,} tokens"
     typer.echo(f"{pack.source} on {said}")
     if plan.blocker is not None:
         typer.echo(f"does not work: {plan.blocker}")
@@ -59,10 +68,10 @@ def _print_rank(rank: Rank, what: str) -> None:
 
 def _print_speed(plan: Plan) -> None:
     decode = ", ".join(f"{speed:,.0f} with {counted(batch, 'sequence')}" for batch, speed in plan.decode.items())
-    typer.echo(f"  decode     {decode} tokens/s; {plan.decode_full:,.0f} at the end of a full context")
+    typer.echo(f"  decode     tokens/s: {decode}; {plan.decode_full:,.0f} at the end of a full context")
     prompts = ", ".join(f"{speed:,.0f} with {tokens:,} tokens" for tokens, speed in plan.prefill.items())
     if prompts:
-        typer.echo(f"  prompt     {prompts}, tokens/s")
+        typer.echo(f"  prompt     tokens/s: {prompts}")
     typer.echo(f"  speeds     {estimate_note(plan)}; sources: {', '.join(rates()['sources'])}")
 
 
