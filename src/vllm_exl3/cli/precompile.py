@@ -25,7 +25,7 @@ def precompile(
     Without a pack, every bit rate and codebook is compiled, for linears and for routed experts; layers that mix bit
     rates then get their kernels at their first load. With VLLM_EXL3_PRECISION=fast in the environment, the kernels of
     fast mode are compiled, too. No GPU is needed where --arch names the architectures; copy the cache then, which is
-    VLLM_EXL3_CACHE_DIR or vllm_exl3 in the user's cache folder.
+    VLLM_EXL3_CACHE or vllm_exl3 in the user's cache folder.
     """
     import time
 
